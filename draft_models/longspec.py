@@ -1,0 +1,172 @@
+"""The LongSpec draft: one decoder layer that reads its last tokens and the target's last-layer cache.
+
+The one definition that training and serving share (LongSpec, section 3; GliDe's layer with a norm before each block).
+Legend: T tokens, E hidden size, H query heads, K key/value heads, D head size, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+
+from longdraft.draft_models.config import LongSpecConfig
+from longdraft.draft_models.rope import Rotary
+from longdraft.kernels.packed_attention import lagged_attention, packed_causal_attention
+
+SelfAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q_THD, k_TKD, v_TKD -> out_THD
+CrossAttend = Callable[[torch.Tensor], torch.Tensor]  # q_THD -> out_THD
+
+
+class SelfAttention(nn.Module):
+    """Sliding-window self-attention; keys and values depend on token ids and positions alone."""
+
+    def __init__(self, config: LongSpecConfig) -> None:
+        super().__init__()
+        t, bias = config.target, config.settings.qkv_bias
+        self.head_dim = t.head_dim
+        self.q_proj = nn.Linear(t.hidden_size, t.num_heads * t.head_dim, bias=bias)
+        self.k_proj = nn.Linear(t.hidden_size, t.num_kv_heads * t.head_dim, bias=bias)
+        self.v_proj = nn.Linear(t.hidden_size, t.num_kv_heads * t.head_dim, bias=bias)
+        self.o_proj = nn.Linear(t.num_heads * t.head_dim, t.hidden_size, bias=False)
+
+    def heads(self, x_TE: torch.Tensor, proj: nn.Linear) -> torch.Tensor:
+        return proj(x_TE).unflatten(-1, (-1, self.head_dim))
+
+
+class CrossAttention(nn.Module):
+    """Attention over the target's last-layer keys and values as cached: only q and o projections of its own."""
+
+    def __init__(self, config: LongSpecConfig) -> None:
+        super().__init__()
+        t = config.target
+        self.head_dim = t.head_dim
+        self.q_proj = nn.Linear(t.hidden_size, t.num_heads * t.head_dim, bias=config.settings.qkv_bias)
+        self.q_norm = nn.RMSNorm(t.head_dim, eps=t.rms_norm_eps) if config.cross_q_norm else None
+        self.o_proj = nn.Linear(t.num_heads * t.head_dim, t.hidden_size, bias=False)
+
+    def query(self, x_TE: torch.Tensor) -> torch.Tensor:
+        q_THD = self.q_proj(x_TE).unflatten(-1, (-1, self.head_dim))
+        return q_THD if self.q_norm is None else self.q_norm(q_THD)
+
+
+class Mlp(nn.Module):
+    """Gated MLP of the target's width and activation (SwiGLU)."""
+
+    def __init__(self, config: LongSpecConfig) -> None:
+        super().__init__()
+        t = config.target
+        self.gate_proj = nn.Linear(t.hidden_size, t.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(t.hidden_size, t.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(t.intermediate_size, t.hidden_size, bias=False)
+        self.act = ACT2FN[t.hidden_act]
+
+    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act(self.gate_proj(x_TE)) * self.up_proj(x_TE))
+
+
+class LongSpecDraft(nn.Module):
+    """Draft layer over the target's frozen embedding and head, which :meth:`bind` lends and no checkpoint holds."""
+
+    def __init__(self, config: LongSpecConfig) -> None:
+        super().__init__()
+        t = config.target
+        self.config = config
+        self.self_norm = nn.RMSNorm(t.hidden_size, eps=t.rms_norm_eps)
+        self.self_attn = SelfAttention(config)
+        self.cross_norm = nn.RMSNorm(t.hidden_size, eps=t.rms_norm_eps)
+        self.cross_attn = CrossAttention(config)
+        self.mlp_norm = nn.RMSNorm(t.hidden_size, eps=t.rms_norm_eps)
+        self.mlp = Mlp(config)
+        self.final_norm = nn.RMSNorm(t.hidden_size, eps=t.rms_norm_eps) if config.settings.final_norm else None
+        self.rotary = Rotary(t)
+        self._lent: tuple[torch.Tensor, torch.Tensor] | None = None
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def bind(self, embedding_VE: torch.Tensor, head_VE: torch.Tensor) -> "LongSpecDraft":
+        """Lend the target's embedding and head. A tuple, so that no optimizer, state dict or DDP ever sees them.
+
+        Raises:
+            ValueError: sizes that are not the target's.
+        """
+        t = self.config.target
+        for name, weight in (("embedding", embedding_VE), ("head", head_VE)):
+            if weight.shape[0] < t.vocab_size or weight.shape[1] != t.hidden_size:
+                raise ValueError(f"{name} is {tuple(weight.shape)}, the draft's target has ({t.vocab_size}, {t.hidden_size})")
+        self._lent = (embedding_VE.detach(), head_VE.detach())
+        return self
+
+    @property
+    def head_VE(self) -> torch.Tensor:
+        assert self._lent is not None, "bind() the target's embedding and head first"
+        return self._lent[1][: self.config.target.vocab_size]
+
+    def embed(self, id_T: torch.Tensor) -> torch.Tensor:
+        assert self._lent is not None, "bind() the target's embedding and head first"
+        return F.embedding(id_T, self._lent[0]).to(self.self_attn.k_proj.weight.dtype)
+
+    def self_kv(self, id_T: torch.Tensor, position_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated keys and values of the self-attention for tokens at positions: all the state that the draft has."""
+        x_TE = self.self_norm(self.embed(id_T))
+        attn = self.self_attn
+        return self.rotary(attn.heads(x_TE, attn.k_proj), position_T), attn.heads(x_TE, attn.v_proj)
+
+    def forward(
+        self, id_T: torch.Tensor, position_T: torch.Tensor, self_attend: SelfAttend, cross_attend: CrossAttend
+    ) -> torch.Tensor:
+        """Hidden rows before the head, ``[T, E]``.
+
+        Args:
+            id_T: int64 token ids.
+            position_T: their positions; queries and keys are rotated there.
+            self_attend: attention of rotated ``q, k, v`` of these tokens over whatever the window holds.
+            cross_attend: attention of rotated queries over the target's last-layer cache.
+        """
+        h_TE = self.embed(id_T)
+        x_TE = self.self_norm(h_TE)
+        attn = self.self_attn
+        q = self.rotary(attn.heads(x_TE, attn.q_proj), position_T)
+        k = self.rotary(attn.heads(x_TE, attn.k_proj), position_T)
+        v = attn.heads(x_TE, attn.v_proj)
+        h_TE = h_TE + attn.o_proj(self_attend(q, k, v).flatten(-2))
+        q = self.rotary(self.cross_attn.query(self.cross_norm(h_TE)), position_T)
+        h_TE = h_TE + self.cross_attn.o_proj(cross_attend(q).flatten(-2))
+        h_TE = h_TE + self.mlp(self.mlp_norm(h_TE))
+        return h_TE if self.final_norm is None else self.final_norm(h_TE)
+
+    def forward_packed(
+        self,
+        id_T: torch.Tensor,
+        position_T: torch.Tensor,
+        target_k_TKD: torch.Tensor,
+        target_v_TKD: torch.Tensor,
+        cu: list[int],
+        lag: int,
+    ) -> torch.Tensor:
+        """Training forward over packed documents with one Flash Noisy lag (LongSpec, section 3.2).
+
+        Args:
+            id_T, position_T: packed tokens and their positions (offsets may jump inside a document).
+            target_k_TKD, target_v_TKD: the target's last-layer cache of the same tokens; detached here.
+            cu: document offsets from 0 to T.
+            lag: query t of a document sees the target's keys 0 .. t - lag.
+
+        Returns:
+            ``[T, E]`` hidden rows before the head.
+        """
+        keys, values = target_k_TKD.detach(), target_v_TKD.detach()
+        return self(
+            id_T,
+            position_T,
+            lambda q, k, v: packed_causal_attention(q, k, v, cu, self.config.settings.window),
+            lambda q: lagged_attention(q, keys.to(q.dtype), values.to(q.dtype), cu, lag),
+        )
+
+    def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
+        """``[T, V]`` logits of the target's head."""
+        return hidden_TE @ self.head_VE.to(hidden_TE.dtype).t()

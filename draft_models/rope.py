@@ -1,0 +1,47 @@
+"""The target's rotary embedding, computed from its parameters for any positions.
+
+Legend: T tokens, H heads, D head size.
+"""
+
+from types import SimpleNamespace
+
+import torch
+
+from longdraft.draft_models.target import TargetSpec
+
+
+def rotary_frequencies(target: TargetSpec) -> tuple[torch.Tensor, float]:
+    """``(inverse frequencies [D / 2] float32, factor of cosine and sine)`` of the target's rotary parameters."""
+    size, base = target.head_dim, float(target.rope["rope_theta"])
+    kind = target.rope["rope_type"]
+    if kind == "default":
+        return 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float32) / size), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = SimpleNamespace(
+        rope_parameters=dict(target.rope),
+        head_dim=size,
+        hidden_size=target.hidden_size,
+        num_attention_heads=target.num_heads,
+        max_position_embeddings=target.max_position,
+        standardize_rope_params=lambda: None,
+    )
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+
+
+class Rotary(torch.nn.Module):
+    """Rotates queries or keys at their positions, in float32, as the target does (rotate-half layout)."""
+
+    inverse: torch.Tensor
+
+    def __init__(self, target: TargetSpec) -> None:
+        super().__init__()
+        inverse, self.factor = rotary_frequencies(target)
+        self.register_buffer("inverse", inverse, persistent=False)
+
+    def forward(self, x_THD: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor:
+        """``x`` rotated, same shape and dtype; ``position_T`` are integers."""
+        angle = position_T.to(torch.float32)[:, None, None] * self.inverse.to(torch.float32)
+        cos, sin = angle.cos() * self.factor, angle.sin() * self.factor
+        a, b = x_THD.to(torch.float32).chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_THD.dtype)

@@ -1,0 +1,46 @@
+"""Hybrid tree attention: a page-list prefix part and a masked part over the new tokens, merged by log-sum-exp.
+
+Legend: B requests, T new tokens of all requests, S cache slots, H query heads, K key/value heads, D head size.
+"""
+
+import torch
+
+from longdraft.kernels.fa3 import fa3_chain_attention
+from longdraft.kernels.merge import merge_attention
+from longdraft.kernels.plan import AttentionPlan
+from longdraft.kernels.prefix_attention import choose_backend, prefix_attention
+from longdraft.kernels.tree_attention import tree_attention
+
+
+def hybrid_tree_attention(
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    k_SKD: torch.Tensor,
+    v_SKD: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    masks: list[torch.Tensor] | None = None,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """One verification's attention in one layer (LongSpec, section 3.3).
+
+    Args:
+        q_THD, k_TKD, v_TKD: the new tokens' queries, keys and values.
+        k_SKD, v_SKD: one layer's cache. A chain on FlashAttention-3 reads the new tokens from it too, so they must be
+            stored already at the slots that the plan names behind the prefix.
+        plan: page lists, lengths and row offsets.
+        scale: factor of the scores.
+        masks: a tree's visibility, one matrix a request; None means a chain.
+        backend: the prefix part's backend; None takes the fastest that is there.
+
+    Returns:
+        Output ``[T, H, D]`` in the queries' dtype; zeros in a row for which both parts are empty.
+    """
+    backend = backend or choose_backend(q_THD.device, q_THD.dtype)
+    if backend == "fa3" and masks is None:
+        return fa3_chain_attention(q_THD, k_SKD, v_SKD, plan, scale)
+    prefix_out, prefix_lse = prefix_attention(q_THD, k_SKD, v_SKD, plan, scale, backend)
+    tree_out, tree_lse = tree_attention(q_THD, k_TKD, v_TKD, plan, scale, masks)
+    out_THD, _ = merge_attention(torch.stack([prefix_out, tree_out]), torch.stack([prefix_lse, tree_lse]))
+    return out_THD

@@ -1,0 +1,71 @@
+"""Attention of a few query rows a request over a page list of cached keys, with log-sum-exp.
+
+Legend: B requests, T query rows of all requests, S cache slots, H query heads, K key/value heads, D head size.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from longdraft.kernels.dense_attention import dense_attention
+from longdraft.kernels.fa3 import fa3_available, fa3_prefix_attention
+from longdraft.kernels.plan import AttentionPlan
+
+PrefixResult = tuple[torch.Tensor, torch.Tensor]
+
+
+def gather_slots(cache_SKD: torch.Tensor, slots_N: torch.Tensor) -> torch.Tensor:
+    """Rows of the cache in page-list order, ``[N, K, D]``.
+
+    On a CPU, consecutive slots come back as a view: copying a long cache costs more than the attention itself.
+    """
+    if slots_N.numel() > 1 and cache_SKD.device.type == "cpu":
+        first, last = int(slots_N[0]), int(slots_N[-1])
+        if last - first + 1 == slots_N.numel() and bool((slots_N[1:] - slots_N[:-1] == 1).all()):
+            return cache_SKD[first : last + 1]
+    return cache_SKD[slots_N.long()]
+
+
+def torch_prefix_attention(
+    q_THD: torch.Tensor, k_SKD: torch.Tensor, v_SKD: torch.Tensor, plan: AttentionPlan, scale: float
+) -> PrefixResult:
+    """The torch twin of :func:`prefix_attention`."""
+    parts = []
+    for b, length in enumerate(plan.lens):
+        slots_N = plan.pages_BW[b, :length]
+        keys, values = gather_slots(k_SKD, slots_N), gather_slots(v_SKD, slots_N)
+        parts.append(dense_attention(q_THD[plan.rows_of(b)], keys, values, scale))
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+BACKENDS: dict[str, Callable[..., PrefixResult]] = {"torch": torch_prefix_attention, "fa3": fa3_prefix_attention}
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype) -> str:
+    """The fastest backend there is for this device and dtype."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return "fa3" if device.type == "cuda" and half and fa3_available() else "torch"
+
+
+def prefix_attention(
+    q_THD: torch.Tensor,
+    k_SKD: torch.Tensor,
+    v_SKD: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    backend: str | None = None,
+) -> PrefixResult:
+    """Non-causal attention over the slots that a page list names (the prefix part of LongSpec, section 3.3).
+
+    Args:
+        q_THD: queries, float.
+        k_SKD, v_SKD: one layer's cache, page size 1; keys carry their rotation, so the order of slots does not matter.
+        plan: page lists and row offsets; every row of request b sees its first ``plan.lens[b]`` slots.
+        scale: factor of the scores.
+        backend: ``"fa3"`` or ``"torch"``; None takes the fastest that is there.
+
+    Returns:
+        ``(out_THD, lse_TH)``: output in the queries' dtype and the natural log-sum-exp, float32 or wider; zeros and
+        -inf where a prefix is empty.
+    """
+    return BACKENDS[backend or choose_backend(q_THD.device, q_THD.dtype)](q_THD, k_SKD, v_SKD, plan, scale)

@@ -1,0 +1,88 @@
+"""Typed settings: one pydantic schema is the YAML file, the ``a.b=value`` overrides and the command line's options."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from longdraft.errors import UserError
+
+
+class Settings(BaseModel):
+    """Base of all settings: unknown keys are errors, values are checked on assignment too."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def load_settings(schema: type[S], path: str | Path | None = None, overrides: Sequence[str] = ()) -> S:
+    """Read a YAML file, lay ``a.b=value`` overrides over it and validate.
+
+    Raises:
+        UserError: no such file, bad YAML, an override without ``=``, an unknown key (with the nearest one) or a value that
+            does not fit.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(Path(path).read_text())
+        except OSError as error:
+            raise UserError(f"config {str(path)!r} cannot be read ({error.strerror}): give an existing YAML file") from None
+        except yaml.YAMLError as error:
+            raise UserError(f"config {str(path)!r} is not valid YAML: {str(error).splitlines()[0]}") from None
+        if not isinstance(loaded or {}, dict):
+            raise UserError(f"config {str(path)!r} holds a {type(loaded).__name__}: write a mapping of sections")
+        data = loaded or {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise UserError(f"override {text!r} is not of the form a.b=value")
+        node = data
+        *parents, leaf = key.split(".")
+        for name in parents:
+            node = node.setdefault(name, {})
+            if not isinstance(node, dict):
+                raise UserError(f"override {text!r}: {name} is a value, not a section")
+        node[leaf] = yaml.safe_load(value)
+    return validate(schema, data)
+
+
+def validate(schema: type[S], data: dict[str, Any]) -> S:
+    """Validate plain data; the error names the first field that is wrong, its value and the remedy."""
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(_explain(schema, first)) from None
+
+
+def field_paths(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a schema, sections first."""
+    for name, field in schema.model_fields.items():
+        yield prefix + name
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from field_paths(inner, f"{prefix}{name}.")
+
+
+def nearest(word: str, choices: Sequence[str]) -> str:
+    """`` (did you mean …?)`` or an empty string."""
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _explain(schema: type[BaseModel], error: Any) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = list(field_paths(schema))
+        near = nearest(path, known) or nearest(path.rsplit(".", 1)[-1], known)
+        return f"unknown key {path!r}{near}"
+    if error["type"] == "missing":
+        return f"{path} is missing: set it in the file or as {path}=VALUE"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    return f"{path}={error['input']!r}: {message}" if path else message
