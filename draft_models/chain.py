@@ -38,7 +38,7 @@ def propose_chain(
         position_B: the root's position T; step d runs at T + d and reads the target's keys 0 .. T - 1, a lag of d + 1
             (LongSpec, section 3.2).
         cross_attend: attention of ``[B, H, D]`` queries over each request's target cache.
-        choose: the draft's pick from its logits, given the position whose token it picks.
+        choose: the draft's pick from its logits, given the position of the token that it read.
         logits: the head; None takes the draft's full head.
     """
     draft = state.draft
@@ -52,6 +52,6 @@ def propose_chain(
             return state.attend(row_B, at_B, q, k, v)
 
         hidden_BE = draft(token_B, at_B, self_attend, cross_attend)
-        token_B = choose((logits or draft.logits)(hidden_BE), at_B + 1, step)
+        token_B = choose((logits or draft.logits)(hidden_BE), at_B, step)
         drafted.append(token_B)
     return torch.stack(drafted, 1)

@@ -4,9 +4,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 
 from longdraft.draft_models.config import FORMAT_VERSION, LongSpecConfig, LongSpecSettings, TrainingFacts
 from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.rope import Rotary
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+T = TypeVar("T")
 
 
 class CheckpointError(UserError):
@@ -104,28 +106,38 @@ def load_draft(
     Raises:
         CheckpointError: a target that does not match, or a missing, unused or mis-shaped weight.
     """
-    config = read_config(folder)
+    draft = check_draft(folder, read_config(folder), target)
+    draft.to_empty(device="cpu")
+    weights = read_weights(Path(folder) / WEIGHTS)
+    draft.load_state_dict(weights)
+    draft.to(dtype=dtype or weights["self_attn.q_proj.weight"].dtype, device=device)
+    draft.rotary = Rotary(target).to(device)  # after the casts: its frequencies stay float32
+    return draft.eval()
+
+
+def check_draft(folder: str | Path, config: dict[str, Any], target: TargetSpec) -> LongSpecDraft:
+    """Check a folder against a target by its headers alone; returns the draft without storage (on the meta device).
+
+    Raises:
+        CheckpointError: as :func:`load_draft`.
+    """
     check_target(config, target, folder)
     try:
         settings = LongSpecSettings.model_validate(config["longdraft"]["settings"])
     except ValueError as error:
         raise CheckpointError(f"{folder}/{CONFIG}: longdraft.settings: {error}") from None
-    draft = LongSpecDraft(LongSpecConfig(target, settings))
-    weights = read_weights(Path(folder) / WEIGHTS)
-    expected = draft.state_dict()
-    for problem, names in (("misses", expected.keys() - weights.keys()), ("has unused", weights.keys() - expected.keys())):
+    with torch.device("meta"):
+        draft = LongSpecDraft(LongSpecConfig(target, settings))
+    found, expected = read_shapes(Path(folder) / WEIGHTS), draft.state_dict()
+    for problem, names in (("misses", expected.keys() - found.keys()), ("has unused", found.keys() - expected.keys())):
         if names:
             raise CheckpointError(f"{folder}/{WEIGHTS} {problem} weights {', '.join(sorted(names))}: export the draft again")
     for name, want in expected.items():
-        if weights[name].shape != want.shape:
+        if found[name] != tuple(want.shape):
             raise CheckpointError(
-                f"{folder}/{WEIGHTS}: {name} is {tuple(weights[name].shape)}, {CONFIG} makes it {tuple(want.shape)}: "
-                "export the draft again"
+                f"{folder}/{WEIGHTS}: {name} is {found[name]}, {CONFIG} makes it {tuple(want.shape)}: export the draft again"
             )
-    draft.load_state_dict(weights)
-    draft.to(dtype=dtype or weights["self_attn.q_proj.weight"].dtype, device=device)
-    draft.rotary.inverse = draft.rotary.inverse.to(torch.float32)
-    return draft.eval()
+    return draft
 
 
 def check_target(config: dict[str, Any], target: TargetSpec, folder: str | Path) -> None:
@@ -162,10 +174,19 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: no such file, or a damaged one.
     """
+    return _read(path, lambda file, name: file.get_tensor(name))
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of a safetensors file's tensors, from its header; errors as :func:`read_weights`."""
+    return _read(path, lambda file, name: tuple(file.get_slice(name).get_shape()))
+
+
+def _read(path: Path, get: Callable[[Any, str], T]) -> dict[str, T]:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing: export the draft again")
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {name: get(file, name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): copy or export the draft again") from None

@@ -1,0 +1,51 @@
+"""``LONGDRAFT`` as SGLang's speculative algorithm: its answers to SGLang's questions and what it makes of the arguments."""
+
+import sys
+from typing import Any
+
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from longdraft.errors import UserError
+from longdraft.serve.checks import check_server_args
+
+DEFAULT_STEPS = 4
+DEFAULT_RUNNING_REQUESTS = 48
+
+
+class LongDraftAlgorithm(CustomSpecAlgo):
+    """Answers ``is_standalone`` alone: the target keeps no hidden states and its radix keys stay what they are."""
+
+    def is_standalone(self) -> bool:
+        return True
+
+    def create_future_map(self, device: Any, req_to_token_pool: Any, needs_cpu_seq_lens: bool = True, **kwargs: Any) -> Any:
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, **kwargs)
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def need_topk(self) -> bool:
+        return False
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Set what speculation decides. Not SGLang's EAGLE handler, which forces its own shapes."""
+        steps = server_args.speculative_num_steps or DEFAULT_STEPS
+        server_args.speculative_num_steps = steps
+        server_args.speculative_eagle_topk = 1
+        server_args.speculative_num_draft_tokens = steps + 1
+        server_args.disable_overlap_schedule = True
+        server_args.disable_cuda_graph = True
+        server_args.enable_mixed_chunk = False
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = DEFAULT_RUNNING_REQUESTS
+
+
+def validate_server_args(server_args: Any) -> None:
+    """Refuse what cannot be served, in one line, before anything is loaded."""
+    try:
+        check_server_args(server_args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None

@@ -1,0 +1,54 @@
+"""SGLang's attention backend with our verification: everything but a verify forward goes to the stock backend.
+
+Legend: T new tokens, H query heads, K key/value heads, D head size.
+"""
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from longdraft.kernels.hybrid_attention import hybrid_tree_attention
+from longdraft.serve.spec_inputs import VerifyInput
+
+
+class LongDraftAttention(AttentionBackend):
+    """Wraps the stock backend; a verification reads the page lists of its :class:`VerifyInput`."""
+
+    needs_cpu_seq_lens = True
+
+    def __init__(self, stock: AttentionBackend, pool: Any, prefix_backend: str | None) -> None:
+        super().__init__()
+        self.stock = stock
+        self.pool = pool
+        self.prefix_backend = prefix_backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["stock"], name)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        if not forward_batch.forward_mode.is_target_verify():
+            self.stock.init_forward_metadata(forward_batch)
+
+    def support_triton(self) -> bool:
+        return self.stock.support_triton()
+
+    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.stock.forward_decode(*args, **kwargs)
+
+    def forward_extend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+    ) -> torch.Tensor:
+        if not forward_batch.forward_mode.is_target_verify():
+            return self.stock.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        assert isinstance(forward_batch.spec_info, VerifyInput) and save_kv_cache
+        q_THD = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        k_TKD = k.view(-1, layer.tp_k_head_num, layer.head_dim)
+        v_TKD = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k_TKD, v_TKD)
+        keys, values = self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id)
+        out_THD = hybrid_tree_attention(
+            q_THD, k_TKD, v_TKD, keys, values, forward_batch.spec_info.plan, layer.scaling, backend=self.prefix_backend
+        )
+        return out_THD.reshape(out_THD.shape[0], -1)

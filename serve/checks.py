@@ -1,0 +1,81 @@
+"""Start-up checks: what cannot be served right is refused before any weight is loaded, in a line that names the remedy."""
+
+from typing import Any
+
+from longdraft.draft_models.checkpoint import check_draft, read_config
+from longdraft.draft_models.target import TargetSpec
+from longdraft.errors import UserError
+from longdraft.serve.settings import read_environment
+
+# Flag of SGLang -> why it is refused. A flag counts as given when its value is truthy.
+REFUSED = {
+    "enable_lora": "adapters change the target under the draft",
+    "lora_paths": "adapters change the target under the draft",
+    "enable_dp_attention": "ranks would draft different batches",
+    "enable_hierarchical_cache": "the draft reads the last layer from the device's cache pool",
+    "enable_custom_logit_processor": "processors see one position a step, a verification has several",
+    "enable_return_hidden_states": "a verification keeps logits only",
+    "enable_return_routed_experts": "a verification keeps logits only",
+    "enable_streaming_session": "a session keeps slots across requests that our reservation would hand back",
+    "enable_two_batch_overlap": "verification runs one batch at a time",
+    "enable_pdmux": "verification runs one batch at a time",
+    "enable_hisparse": "verification reads the whole cache",
+    "prefill_only_disable_kv_cache": "drafting needs the cache",
+    "speculative_adaptive": "longdraft chooses its own depth",
+    "dllm_algorithm": "a diffusion model has no next token",
+    "skip_tokenizer_init": "stop tokens come from the tokenizer",
+}
+REQUIRED_ONE = {
+    "tp_size": "tensor parallel serving is not supported yet",
+    "pp_size": "pipeline parallelism is not supported with speculation",
+    "attn_cp_size": "context parallelism is not supported with speculation",
+    "page_size": "page lists hold single slots",
+    "speculative_eagle_topk": "drafts are chains",
+}
+
+
+def check_server_args(server_args: Any) -> None:
+    """Check SGLang's arguments for ``--speculative-algorithm LONGDRAFT``.
+
+    Raises:
+        UserError: the first thing that is wrong: an unsupported flag, bad settings, a target or draft that does not fit.
+    """
+    read_environment()
+    for name, reason in REFUSED.items():
+        if getattr(server_args, name, None):
+            raise UserError(f"--{name.replace('_', '-')} does not work with LONGDRAFT ({reason}): leave it out")
+    for name, reason in REQUIRED_ONE.items():
+        if (value := getattr(server_args, name, None)) not in (None, 1):
+            raise UserError(f"--{name.replace('_', '-')} {value} does not work with LONGDRAFT ({reason}): use 1")
+    if server_args.disaggregation_mode not in (None, "null"):
+        raise UserError(f"--disaggregation-mode {server_args.disaggregation_mode} does not work with LONGDRAFT (draft state is not transferred): leave it out")
+    if server_args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"):
+        raise UserError(f"--kv-cache-dtype {server_args.kv_cache_dtype} does not work with LONGDRAFT (verification reads the cache unscaled): use auto")
+    steps = server_args.speculative_num_steps
+    if steps is not None and not 1 <= steps <= 100:
+        raise UserError(f"--speculative-num-steps {steps} is out of range: use 1 to 100, 2 to 6 pays")
+    drafted = server_args.speculative_num_draft_tokens
+    if drafted is not None and drafted != (steps or drafted - 1) + 1:
+        raise UserError(f"--speculative-num-draft-tokens {drafted} does not fit --speculative-num-steps {steps}: leave it out, a chain has steps + 1")
+    _check_models(server_args)
+
+
+def _check_models(server_args: Any) -> None:
+    folder = server_args.speculative_draft_model_path
+    if folder is not None:
+        config = read_config(folder)  # before SGLang parses the same file with a worse message
+    model = server_args.get_model_config()
+    text = model.hf_text_config
+    steps = server_args.speculative_num_steps or 4
+    rope = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
+    if rope.get("rope_type", rope.get("type")) == "yarn":
+        covered = rope.get("original_max_position_embeddings", 0) * rope.get("factor", 1.0)
+        if covered < model.context_len + steps + 1:
+            raise UserError(
+                f"--context-length {model.context_len} passes what the target's YaRN covers ({covered:.0f} positions with {steps + 1} "
+                f"draft tokens): use at most {int(covered) - steps - 1}"
+            )
+    if folder is None:
+        return
+    target = TargetSpec.from_config(text)
+    check_draft(folder, config, target)

@@ -1,0 +1,99 @@
+"""Hooks into SGLang: request checks, one default it decides too early, and what its CPU path lacks.
+
+Every hook is named here with its reason; :func:`install_hooks` checks that each target exists.
+"""
+
+import os
+import pkgutil
+from typing import Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from torch.nn.functional import scaled_dot_product_attention
+
+from longdraft.kernels.prefix_attention import gather_slots
+from longdraft.serve.settings import request_settings
+
+
+def check_request(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Bad ``custom_params`` become HTTP 400 in the front end; in the scheduler they would end the server."""
+    request_settings(self.custom_params)
+
+
+def one_branch(self: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang picks FlashAttention-3 for chains only, and looks before the algorithm's own defaults are set."""
+    if (self.speculative_algorithm or "").upper() == "LONGDRAFT" and self.speculative_eagle_topk is None:
+        self.speculative_eagle_topk = 1
+
+
+def no_copy_kernels(self: Any) -> None:
+    """The pool warms up a Triton copy kernel, which a CPU has no driver for; nothing here moves cache slots."""
+    self._kv_copy_config = None
+
+
+def extend_attention(
+    self: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_prefix_lens: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    encoder_lens: Any = None,
+    scaling: float | None = None,
+    enable_gqa: bool = False,
+    causal: bool = True,
+    is_cross_attn: bool = False,
+    sliding_window_size: int | None = None,
+) -> torch.Tensor:
+    """Prefill attention of the new rows only: the stock CPU path attends from the whole context for every chunk."""
+    assert not is_cross_attn and sliding_window_size is None, "longdraft's CPU prefill serves dense decoder targets"
+    start = 0
+    for row, length, prefix, width in zip(
+        req_pool_indices.tolist(), seq_lens.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True
+    ):
+        slots = req_to_token[row, :length]
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[start : start + width], gather_slots(k_cache, slots), gather_slots(v_cache, slots)))
+        mask = torch.arange(length)[None] <= torch.arange(prefix, prefix + width)[:, None]
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask if causal else None, scale=scaling, enable_gqa=enable_gqa)
+        output[start : start + width] = out[0].transpose(0, 1)
+        start += width
+    return output
+
+
+def mask_on_cpu(original: Any, *args: Any, **kwargs: Any) -> None:
+    """xgrammar can mask logits on a CPU; SGLang's wrapper refuses to ask it."""
+    logits, mask = kwargs.get("logits"), kwargs.get("vocab_mask")
+    if logits is None or logits.device.type != "cpu":
+        original(*args, **kwargs)
+        return
+    import xgrammar
+
+    xgrammar.apply_token_bitmask_inplace(logits, mask)
+
+
+HOOKS: list[tuple[str, Any, HookType]] = [
+    ("sglang.srt.sampling.sampling_params.SamplingParams.verify", check_request, HookType.BEFORE),
+    ("sglang.srt.server_args.ServerArgs._handle_attention_backend_compatibility", one_branch, HookType.BEFORE),
+]
+CPU_HOOKS: list[tuple[str, Any, HookType]] = [
+    ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", no_copy_kernels, HookType.REPLACE),
+    ("sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend", extend_attention, HookType.REPLACE),
+    ("sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask", mask_on_cpu, HookType.AROUND),
+    ("sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", mask_on_cpu, HookType.AROUND),
+]
+
+
+def install_hooks() -> None:
+    """Register the hooks that this process needs.
+
+    Raises:
+        AttributeError, ImportError: a target that this SGLang does not have; SGLang itself would only log it.
+    """
+    on_cpu = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or not torch.cuda.is_available()
+    for target, hook, kind in HOOKS + (CPU_HOOKS if on_cpu else []):
+        pkgutil.resolve_name(target)
+        HookRegistry.register(target, hook, kind)

@@ -1,0 +1,82 @@
+"""longdraft serve --model-path TARGET [--draft FOLDER] [--steps 4] [--mode full] [SGLang's own arguments ...]
+
+The friendlier spelling of ``sglang serve --model-path TARGET --speculative-algorithm LONGDRAFT ...``: it writes our settings
+to the environment, adds what a CPU needs where there is no GPU, and hands everything else to SGLang as it is.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+
+from longdraft.serve.settings import ServeSettings, write_environment
+
+CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1"}
+CPU_DEFAULTS = {
+    "--device": "cpu",
+    "--attention-backend": "torch_native",
+    "--max-running-requests": "8",
+    "--max-total-tokens": "40000",
+    "--chunked-prefill-size": "512",
+    "--dtype": "float32",
+}
+CPU_SWITCHES = ("--skip-server-warmup", "--sleep-on-idle", "--disable-overlap-schedule")
+
+
+class ServeOptions(ServeSettings):
+    """Options of ``longdraft serve``: the settings, and names for what SGLang calls otherwise."""
+
+    draft: str | None = Field(None, description="draft folder; without one the lookup drafter serves")
+    steps: int = Field(4, ge=1, description="drafted tokens a verification")
+
+
+def sglang_arguments(options: ServeOptions, rest: Sequence[str], on_cpu: bool) -> list[str]:
+    """SGLang's command line for these options; what the user gave wins over our defaults."""
+    args = [*rest, "--speculative-algorithm", "LONGDRAFT", "--speculative-num-steps", str(options.steps)]
+    if options.draft is not None:
+        args += ["--speculative-draft-model-path", options.draft]
+    if not on_cpu:
+        return args
+    given = {a.split("=", 1)[0] for a in rest}
+    for name, value in CPU_DEFAULTS.items():
+        if name not in given:
+            args += [name, value]
+    return args + [s for s in CPU_SWITCHES if s not in given]
+
+
+def prepare_environment(options: ServeOptions, on_cpu: bool) -> None:
+    """What SGLang's processes read: our settings and, on a CPU, its CPU engine."""
+    fields = ServeSettings.model_fields
+    write_environment(ServeSettings(**{k: v for k, v in options.model_dump().items() if k in fields}))
+    os.environ.setdefault("SGLANG_PLUGINS", "longdraft")
+    if on_cpu:
+        os.environ.update(CPU_ENVIRONMENT)
+        os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+
+
+def serve(options: ServeOptions, rest: Sequence[str]) -> None:
+    """Start SGLang with LONGDRAFT in this process; returns when the server ends."""
+    on_cpu = not torch.cuda.is_available()
+    prepare_environment(options, on_cpu)
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    arguments = prepare_server_args(sglang_arguments(options, rest, on_cpu))
+    try:
+        run_server(arguments)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line of ``longdraft serve``."""
+    from longdraft.options import parse_options
+
+    options, rest = parse_options(ServeOptions, list(sys.argv[1:] if argv is None else argv), prog="longdraft serve")
+    serve(options, rest)
+    return 0

@@ -1,0 +1,47 @@
+"""Penalties counted per position: row j of a request sees the output so far and the drafts before it.
+
+Legend: N rows, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+
+
+def penalised(req: Any) -> bool:
+    """True when the request's logits depend on what it has written."""
+    p = req.sampling_params
+    return bool(p.frequency_penalty or p.presence_penalty or p.repetition_penalty != 1.0 or p.min_new_tokens > 0)
+
+
+def apply_penalties(logits_NV: torch.Tensor, req: Any, drafts: list[int]) -> None:
+    """Penalise the rows of one request in place.
+
+    Args:
+        logits_NV: one row behind the newest token and one behind each draft.
+        req: SGLang's request; ``output_ids`` holds everything emitted.
+        drafts: the drafted tokens, one fewer than rows.
+    """
+    p, vocab, device = req.sampling_params, logits_NV.shape[1], logits_NV.device
+    counts_NV = torch.bincount(torch.tensor(req.output_ids, dtype=torch.int64), minlength=vocab)[:vocab].repeat(len(drafts) + 1, 1)
+    for row, token in enumerate(drafts, start=1):
+        counts_NV[row:, token] += 1
+    counts_NV = counts_NV.to(device)
+    seen_NV = counts_NV > 0
+    if p.frequency_penalty or p.presence_penalty:
+        logits_NV -= counts_NV * p.frequency_penalty + seen_NV * p.presence_penalty
+    stops = sorted(_stop_tokens(req))
+    for row in range(min(len(drafts) + 1, max(0, p.min_new_tokens - len(req.output_ids)))):
+        logits_NV[row, stops] = float("-inf")
+    if p.repetition_penalty != 1.0:
+        scaled_NV = torch.where(logits_NV < 0, logits_NV * p.repetition_penalty, logits_NV / p.repetition_penalty)
+        logits_NV.copy_(torch.where(seen_NV, scaled_NV, logits_NV))
+
+
+def _stop_tokens(req: Any) -> set[int]:
+    """What ``min_new_tokens`` holds back: the request's stop tokens and the tokenizer's, as SGLang counts them."""
+    return (
+        set(req.sampling_params.stop_token_ids or ())
+        | set(req.tokenizer.additional_stop_token_ids or ())
+        | {req.tokenizer.eos_token_id}
+    )

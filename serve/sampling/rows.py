@@ -1,0 +1,77 @@
+"""Sampling parameters of verification rows, and the choice of a token from processed logits.
+
+Legend: N rows, V vocabulary.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from longdraft.kernels.gumbel import gumbel_argmax
+
+
+def seed_of(req: Any) -> int:
+    """The request's sampling seed as a signed 64-bit integer; without one, a hash of its random id (equal on all ranks)."""
+    seed = req.sampling_params.sampling_seed
+    if seed is None:
+        return int.from_bytes(hashlib.blake2b(req.rid.encode(), digest_size=8).digest(), "little", signed=True)
+    return (int(seed) + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+@dataclass(frozen=True)
+class RowParams:
+    """One entry a row: temperature, top-k, top-p, min-p, seed; ``greedy`` when no row samples."""
+
+    temperature_N1: torch.Tensor
+    top_k_N1: torch.Tensor
+    top_p_N1: torch.Tensor
+    min_p_N1: torch.Tensor
+    seed_N: torch.Tensor
+    greedy_N: torch.Tensor
+    greedy: bool
+    filtered: bool
+
+    @staticmethod
+    def build(reqs: list[Any], widths: list[int], device: torch.device) -> "RowParams":
+        """Parameters of ``widths[i]`` consecutive rows of each request."""
+        params = [r.sampling_params for r, width in zip(reqs, widths, strict=True) for _ in range(width)]
+        seeds = [s for r, width in zip(reqs, widths, strict=True) for s in [seed_of(r)] * width]
+
+        def column(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+        return RowParams(
+            column([p.temperature for p in params], torch.float32),
+            column([p.top_k for p in params], torch.int64),
+            column([p.top_p for p in params], torch.float32),
+            column([p.min_p for p in params], torch.float32),
+            torch.tensor(seeds, dtype=torch.int64, device=device),
+            torch.tensor([p.top_k <= 1 for p in params], device=device),
+            all(p.top_k <= 1 for p in params),
+            any(p.top_k > 1 and (p.top_k < (1 << 30) or p.top_p != 1.0 or p.min_p > 0) for p in params),
+        )
+
+    def choose(self, logits_NV: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
+        """The target's (or the draft's) choice of each row, int64 ``[N]``.
+
+        Greedy rows take the argmax; the others ``argmax(log p + G(seed, position))`` over what temperature, top-k, top-p
+        and min-p leave. ``position_N`` is the position of the row's input token.
+        """
+        best_N = logits_NV.argmax(-1)
+        if self.greedy:
+            return best_N
+        prob_NV = torch.softmax(logits_NV / self.temperature_N1, -1)
+        if self.filtered:
+            prob_NV = self._filter(prob_NV)
+        sampled_N = gumbel_argmax(prob_NV.to(torch.float64).log_(), self.seed_N, position_N)
+        return torch.where(self.greedy_N, best_N, sampled_N)
+
+    def _filter(self, prob_NV: torch.Tensor) -> torch.Tensor:
+        """Zero what top-k, top-p and min-p leave out. Each looks at the full distribution, as SGLang's sampler does."""
+        sorted_NV, index_NV = prob_NV.sort(dim=-1, descending=True)
+        before_NV = sorted_NV.cumsum(-1) - sorted_NV
+        rank_V = torch.arange(prob_NV.shape[1], device=prob_NV.device)
+        out_NV = (rank_V >= self.top_k_N1) | (before_NV > self.top_p_N1) | (sorted_NV < sorted_NV[:, :1] * self.min_p_N1)
+        return torch.zeros_like(prob_NV).scatter_(1, index_NV, sorted_NV.masked_fill(out_NV, 0.0))

@@ -1,0 +1,77 @@
+"""Serving settings: the server's defaults, handed to the scheduler processes in one environment variable, and a request's own."""
+
+import json
+import os
+from typing import Any, Literal
+
+from pydantic import Field
+
+from longdraft.errors import UserError
+from longdraft.schema import Settings, nearest, validate
+
+ENVIRONMENT = "LONGDRAFT_SETTINGS"
+REQUEST_KEY = "longdraft"
+
+Mode = Literal["off", "full"]
+
+
+class ServeSettings(Settings):
+    """How the worker serves; every field can be set by ``longdraft serve`` or in the environment's JSON."""
+
+    mode: Mode = Field("full", description="default mode of a request: off proposes nothing, full verifies every token on the whole cache")
+    draft_context: int = Field(4096, ge=64, description="cached tokens that the draft's cross-attention reads at most: sinks and the most recent")
+    draft_sinks: int = Field(32, ge=0, description="leading tokens among them")
+    lookup_min_match: int = Field(2, ge=1, description="shortest suffix match that the lookup drafter continues")
+    attention: Literal["auto", "fa3", "torch"] = Field("auto", description="backend of the prefix part of verification")
+    simulate_accept_length: float | None = Field(None, ge=1, description="benchmarks only: force this mean accept length (bonus in); the text is wrong")
+
+
+class RequestSettings(Settings):
+    """What a request may set under ``custom_params.longdraft``."""
+
+    mode: Mode | None = Field(None, description="off or full; None takes the server's default")
+
+
+def write_environment(settings: ServeSettings) -> None:
+    """Hand settings to the processes that SGLang starts."""
+    os.environ[ENVIRONMENT] = settings.model_dump_json(exclude_defaults=True)
+
+
+def read_environment() -> ServeSettings:
+    """Settings of this process.
+
+    Raises:
+        UserError: the variable holds no JSON object, or an unknown or unfit field.
+    """
+    text = os.environ.get(ENVIRONMENT, "{}")
+    try:
+        data = json.loads(text)
+    except ValueError:
+        data = None
+    if not isinstance(data, dict):
+        raise UserError(f"environment variable {ENVIRONMENT}={text!r} is not a JSON object: write one, such as {{\"mode\": \"off\"}}")
+    return validate(ServeSettings, data)
+
+
+def request_settings(custom_params: Any) -> RequestSettings:
+    """Settings of one request.
+
+    Raises:
+        UserError: ``custom_params`` or its ``longdraft`` entry has the wrong type, an unknown key or an unknown value.
+    """
+    if custom_params is None:
+        return RequestSettings(mode=None)
+    if not isinstance(custom_params, dict):
+        raise UserError(f"custom_params must be an object, got {type(custom_params).__name__} {custom_params!r}")
+    entry = custom_params.get(REQUEST_KEY)
+    if entry is None:
+        return RequestSettings(mode=None)
+    if not isinstance(entry, dict):
+        raise UserError(f"custom_params.{REQUEST_KEY} must be an object, got {type(entry).__name__} {entry!r}")
+    for key in entry:
+        if key not in RequestSettings.model_fields:
+            raise UserError(f"custom_params.{REQUEST_KEY}.{key} is unknown{nearest(str(key), list(RequestSettings.model_fields))}")
+    try:
+        return validate(RequestSettings, entry)
+    except UserError as error:
+        raise UserError(f"custom_params.{REQUEST_KEY}.{error}") from None

@@ -1,0 +1,64 @@
+"""What SGLang carries between and into our forwards. All state lives with the requests and the worker, so these are thin.
+
+Legend: B requests.
+"""
+
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.mem_cache.common import alloc_token_slots, get_alloc_reserve_per_decode
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+from longdraft.kernels.plan import AttentionPlan
+
+
+class DraftInput(SpecInput):
+    """Between two decode steps. The newest token of each request is read from the request itself."""
+
+    def __init__(self) -> None:
+        super().__init__(SpecInputType.EAGLE_DRAFT)
+        self.future_indices: torch.Tensor | None = None
+
+    def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
+        return 1, 1
+
+    def filter_batch(self, new_indices: torch.Tensor, has_been_filtered: bool = True) -> None:
+        """Nothing to filter."""
+
+    def merge_batch(self, other: Any) -> None:
+        """Nothing to merge."""
+
+    def prepare_for_decode(self, batch: ScheduleBatch) -> None:
+        """Reserve cache slots for one decode step of every request, never past the request's row of the page table.
+
+        SGLang asks for two strides beyond the committed tokens; near the context limit the row is narrower than that.
+        """
+        table = batch.req_to_token_pool.req_to_token
+        reserve, width = get_alloc_reserve_per_decode(), table.shape[1]
+        spans = []
+        for req in batch.reqs:
+            start = req.kv_allocated_len
+            end = max(start, min(req.kv_committed_len + reserve, width))
+            spans.append((start, end))
+            req.kv_allocated_len = end
+            req.decode_batch_idx += 1
+            req.kv_committed_len += 1  # the bonus token's slot; SGLang adds the rest when it resolves the run
+        needed = sum(end - start for start, end in spans)
+        if not needed:
+            return
+        slots, used = alloc_token_slots(batch.tree_cache, needed), 0
+        for req, (start, end) in zip(batch.reqs, spans, strict=True):
+            table[req.req_pool_idx, start:end] = slots[used : used + end - start].to(table.dtype)
+            used += end - start
+
+
+class VerifyInput(SpecInput):
+    """Into one verification: what each request's new tokens read."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        super().__init__(SpecInputType.EAGLE_VERIFY)
+        self.plan = plan
+
+    def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
+        return 1, 1

@@ -1,0 +1,58 @@
+"""Counters of a request, and their way into its response."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from longdraft.draft_models.acceptance import AcceptStats
+
+KEY = "longdraft"
+
+
+@dataclass
+class RequestStats:
+    """Rounds (draft and verification) and target verifications of one request; failures are rounds without a usable draft."""
+
+    mode: str
+    accept: AcceptStats
+    rounds: int = 0
+    failures: int = 0
+    tokens: int = 0
+
+    def summary(self) -> dict[str, Any]:
+        """What the response's ``meta_info`` carries."""
+        return {
+            "mode": self.mode,
+            "rounds": self.rounds,
+            "target_verifications": self.accept.verifications,
+            "drafted": self.accept.drafted,
+            "accepted": self.accept.accepted,
+            "tau": round(self.accept.tau, 4),
+            "tau_without_bonus": round(self.accept.tau_without_bonus, 4),
+            "draft_failures": self.failures,
+        }
+
+
+class LatestSummary(list[dict[str, Any]]):
+    """SGLang sends ``info[first token : last token]`` with every chunk, one entry a token.
+
+    A step of ours returns several tokens, so entries by token make no sense: every slice is the totals so far, and a
+    response's last entry is the request's.
+    """
+
+    def __init__(self, stats: RequestStats) -> None:
+        super().__init__()
+        self.stats = stats
+
+    def __getitem__(self, key: Any) -> Any:
+        return [self.stats.summary()] if isinstance(key, slice) else self.stats.summary()
+
+
+def attach(req: Any, mode: str) -> RequestStats:
+    """The request's counters, made on first use and kept with the request (a retraction does not reset them)."""
+    if req.customized_info is None:
+        req.customized_info = {}
+    holder = req.customized_info.get(KEY)
+    if holder is None:
+        holder = req.customized_info[KEY] = LatestSummary(RequestStats(mode, AcceptStats()))
+    assert isinstance(holder, LatestSummary)
+    return holder.stats
