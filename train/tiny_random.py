@@ -68,7 +68,8 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
         "pad_token_id": 258,
         "initializer_range": 0.15,  # wide enough that the argmax depends on the whole context and ties are rare
     }
-    return classes[family](**{**fields, **changes})
+    config: PretrainedConfig = classes[family](**{**fields, **changes})
+    return config
 
 
 def tiny_random_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -83,4 +84,5 @@ def tiny_random_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedM
         ):  # transformers starts norms at one and biases at zero, which would hide a mistake with them
             for weight in (p for p in model.parameters() if p.dim() == 1):
                 weight.add_(0.1 * torch.randn_like(weight))
-    return model.eval()
+    model.eval()
+    return model

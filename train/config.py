@@ -1,0 +1,211 @@
+"""Settings of a training run: the YAML file, the ``a.b=value`` overrides and the command line share this schema."""
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from longdraft.draft_models.config import LongSpecSettings
+from longdraft.errors import UserError
+from longdraft.schema import Settings
+
+
+class RunSettings(Settings):
+    name: str = Field("longspec", min_length=1, description="folder of the run under output_dir")
+    output_dir: str = "runs"
+    seed: int = Field(0, ge=0, description="of the draft's first weights, the data's order, offsets and lags")
+    resume: Literal["auto", "never"] = Field("auto", description="auto continues from the run folder's last checkpoint")
+
+
+class TargetSettings(Settings):
+    path: str = Field(
+        description="folder or Hugging Face name; tiny-random:llama|qwen2|qwen3 builds a tiny one in memory"
+    )
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto: bfloat16 on a GPU, float32 on a CPU"
+    )
+    attn: str = Field("sdpa", description="transformers' attention implementation")
+    trust_remote_code: bool = False
+    max_batch_tokens: int = Field(65536, ge=1, description="padded tokens that go through the target at once")
+
+
+class DraftSettings(LongSpecSettings):
+    init_from: str | None = Field(None, description="draft folder whose weights and architecture the run starts from")
+
+
+class DataSettings(Settings):
+    train: list[str] | str = Field(description="JSONL files, Hugging Face data set names or folders")
+    eval: list[str] | str | None = Field(None, description="as train; needed by evaluation")
+    split: str = Field("train", description="of a Hugging Face data set")
+    subset: str | None = Field(None, description="configuration name of a Hugging Face data set")
+    text_field: str = "text"
+    conversation_field: str = "conversations"
+    max_length: int = Field(2048, ge=2, description="tokens of a document after truncation")
+    min_length: int = Field(8, ge=2, description="tokens below which a document is skipped")
+    truncation: Literal["middle", "left", "right", "crop"] = Field(
+        "middle", description="what a longer document loses; crop keeps a seeded random stretch"
+    )
+    packing: bool = Field(False, description="fill each sample up to max_length with whole documents")
+    shuffle: bool = True
+
+
+class PositionSettings(Settings):
+    anchors: int = Field(4, ge=0, description="leading positions that stay in place (Anchor-Offset Indices)")
+    offset_share: float = Field(1.0, ge=0, le=1, description="share of the documents that get an offset; 0 is off")
+    max_position: int | None = Field(
+        None, ge=1, description="positions an offset may reach; None: the target's own limit"
+    )
+
+
+class ObjectiveSettings(Settings):
+    name: Literal["ce", "kl"] = Field("ce", description="ce: the data's next token; kl: the target's own distribution")
+    rows: Literal["answers", "all"] = Field("answers", description="all also trains on prompts")
+    chunk: int = Field(1024, ge=1, description="rows whose logits exist at once")
+
+
+class LagSettings(Settings):
+    min: int = Field(1, ge=1)
+    max: int = Field(4, ge=1, description="deepest draft step that will be served")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "LagSettings":
+        if self.min > self.max:
+            raise ValueError(f"lag.min={self.min} is above lag.max={self.max}")
+        return self
+
+
+class OptimSettings(Settings):
+    lr: float = Field(5e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-6, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    warmup_ratio: float = Field(0.1, ge=0, le=1)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    min_ratio: float = Field(0.0, ge=0, le=1, description="last learning rate as a share of lr")
+    clip: float = Field(1.0, gt=0, description="largest gradient norm")
+
+    def rate(self, step: int, max_steps: int) -> float:
+        """Learning rate of a step counted from 1: linear warm-up, then the schedule down to ``min_ratio``."""
+        warmup = math.ceil(self.warmup_ratio * max_steps)
+        if step <= warmup:
+            return self.lr * step / warmup
+        done = min((step - 1 - warmup) / max(max_steps - warmup, 1), 1.0)
+        shape = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[self.schedule]
+        return self.lr * (self.min_ratio + (1 - self.min_ratio) * shape)
+
+
+class ScheduleSettings(Settings):
+    max_steps: int = Field(1000, ge=1)
+    micro_batch: int = Field(1, ge=1, description="samples a forward pass and rank")
+    accumulate: int = Field(1, ge=1, description="forward passes a step and rank")
+    save_every: int = Field(200, ge=1)
+    eval_every: int | None = Field(None, ge=1, description="None evaluates only at the end")
+    log_every: int = Field(10, ge=1)
+    keep: int = Field(2, ge=1, description="newest checkpoints that stay")
+    max_seconds: float | None = Field(None, gt=0, description="save and stop after this time")
+
+
+class EvaluationSettings(Settings):
+    prompts: int = Field(8, ge=0, description="prompts cut from the eval documents; 0 is off")
+    lengths: list[int] = Field([], description="prompt lengths in tokens to cut; empty: where the answer begins")
+    new_tokens: int = Field(64, ge=1, description="greedy tokens that follow a prompt")
+    steps: int | None = Field(None, ge=1, description="drafted tokens a verification; None: lag.max")
+
+
+class EngineSettings(Settings):
+    name: Literal["torch"] = "torch"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of the draft's forward pass; masters are float32"
+    )
+
+
+class TrackingSettings(Settings):
+    wandb: Literal["off", "auto", "online", "offline"] = Field("off", description="auto is offline without a key")
+    project: str = "longdraft"
+
+
+class TrainSettings(Settings):
+    """Everything that a training run is made of."""
+
+    run: RunSettings = RunSettings()
+    target: TargetSettings
+    draft: DraftSettings = DraftSettings()
+    data: DataSettings
+    positions: PositionSettings = PositionSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
+    lag: LagSettings = LagSettings()
+    optim: OptimSettings = OptimSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    engine: EngineSettings = EngineSettings()
+    tracking: TrackingSettings = TrackingSettings()
+
+    @model_validator(mode="after")
+    def _fits(self) -> "TrainSettings":
+        # FlashAttention in transformers finds packed documents by the positions that are 0: one must be.
+        if "flash" in self.target.attn and self.positions.offset_share > 0 and self.positions.anchors == 0:
+            raise ValueError(
+                f"target.attn={self.target.attn} with offsets needs positions.anchors of 1 or more, or use sdpa"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return Path(self.run.output_dir) / self.run.name
+
+    @property
+    def eval_steps(self) -> int:
+        return self.evaluation.steps or self.lag.max
+
+    def trajectory(self) -> dict[str, Any]:
+        """Dotted settings that decide the weights; a resumed run must not change them."""
+        sections = ("target", "draft", "data", "positions", "objective", "lag", "optim")
+        flat = {f"{s}.{k}": v for s in sections for k, v in getattr(self, s).model_dump(mode="json").items()}
+        for key in ("target.max_batch_tokens", "target.trust_remote_code", "data.eval"):
+            del flat[key]
+        # Names without their folders: a run may be resumed from another place, or after a move.
+        return flat | {
+            "target.path": Path(self.target.path).name,
+            "data.train": [Path(name).name for name in as_list(self.data.train)],
+            "run.seed": self.run.seed,
+            "schedule.micro_batch": self.schedule.micro_batch,
+            "schedule.accumulate": self.schedule.accumulate,
+        }
+
+
+def as_list(value: list[str] | str | None) -> list[str]:
+    """A setting that may be one name or several."""
+    return [value] if isinstance(value, str) else list(value or [])
+
+
+def find_config(path: str) -> Path:
+    """A recipe by its path from here, or the installed one of that path (``recipes/…``).
+
+    Raises:
+        UserError: neither exists.
+    """
+    import longdraft
+
+    shipped = Path(longdraft.__file__).parent / path
+    for candidate in (Path(path), shipped):
+        if candidate.is_file():
+            return candidate
+    raise UserError(f"config {path!r} does not exist: give a YAML file, such as recipes/smoke/longspec.yaml")
+
+
+def resolve_data_paths(settings: TrainSettings, recipe: Path | None) -> None:
+    """Let data files lie beside the recipe: a name that is no file here, but is one there, becomes that one."""
+    if recipe is None:
+        return
+
+    def resolve(name: str) -> str:
+        beside = recipe.parent / name
+        return str(beside) if not Path(name).exists() and beside.exists() else name
+
+    settings.data.train = [resolve(name) for name in as_list(settings.data.train)]
+    if settings.data.eval is not None:
+        settings.data.eval = [resolve(name) for name in as_list(settings.data.eval)]

@@ -1,0 +1,249 @@
+"""Documents from JSONL files and Hugging Face data sets: one rendering to token ids and a loss mask by character offsets.
+
+Legend: L tokens of a document.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+from longdraft.errors import UserError
+from longdraft.train.config import DataSettings, as_list
+
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids and, for each, whether the draft is trained to predict it; ``name`` says where it came from."""
+
+    ids: list[int]
+    supervised: list[bool]
+    name: str
+
+
+class Rows(Protocol):
+    """Raw records by index, each with a name for messages."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> tuple[dict[str, Any], str]: ...
+
+
+class JsonlRows:
+    """A JSONL file, read once to find and check its lines, then line by line as they are needed.
+
+    Raises:
+        UserError: no such file, an empty one, or a line that is no JSON object or has neither field; with file:line.
+    """
+
+    def __init__(self, path: str, settings: DataSettings) -> None:
+        self.path = path
+        self.lines: list[tuple[int, int]] = []  # byte offset, line number
+        try:
+            with Path(path).open("rb") as file:
+                offset = 0
+                for number, raw in enumerate(file, 1):
+                    if raw.strip():
+                        check_row(_parse(raw, f"{path}:{number}"), f"{path}:{number}", settings)
+                        self.lines.append((offset, number))
+                    offset += len(raw)
+        except OSError as error:
+            raise UserError(
+                f"data file {path!r} cannot be read ({error.strerror}): give an existing JSONL file"
+            ) from None
+        if not self.lines:
+            raise UserError(f"data file {path!r} is empty: give one JSON object a line")
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def row(self, index: int) -> tuple[dict[str, Any], str]:
+        offset, number = self.lines[index]
+        with Path(self.path).open("rb") as file:
+            file.seek(offset)
+            return _parse(file.readline(), f"{self.path}:{number}"), f"{self.path}:{number}"
+
+
+class HuggingFaceRows:
+    """A data set by name, or a folder that ``datasets`` wrote (``save_to_disk``) or can load.
+
+    Raises:
+        UserError: no such data set or split, with the library's reason; a data set without either field.
+    """
+
+    def __init__(self, name: str, settings: DataSettings) -> None:
+        self.name = f"{name}[{settings.split}]"
+        self.data = _load_hugging_face(name, settings)
+        if not len(self.data):
+            raise UserError(f"data set {self.name} is empty: choose another data.split")
+        check_row(self.data[0], f"{self.name}:0", settings)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def row(self, index: int) -> tuple[dict[str, Any], str]:
+        return self.data[index], f"{self.name}:{index}"
+
+
+def _load_hugging_face(name: str, settings: DataSettings) -> Any:
+    import datasets
+
+    try:
+        if (Path(name) / "state.json").is_file():
+            return datasets.load_from_disk(name)
+        if (Path(name) / "dataset_dict.json").is_file():
+            splits = datasets.load_from_disk(name)
+            if settings.split not in splits:
+                raise UserError(
+                    f"data set {name!r} has no split {settings.split!r}: set data.split to one of {list(splits)}"
+                )
+            return splits[settings.split]
+        return datasets.load_dataset(name, settings.subset, split=settings.split)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the library raises its own, the file systems' and the hub's errors
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"data set {name!r} cannot be loaded ({type(error).__name__}: {reason})") from None
+
+
+def _parse(raw: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(raw)
+    except ValueError as error:
+        raise UserError(f"{where}: not valid JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: holds a {type(row).__name__}: write one JSON object a line")
+    return row
+
+
+def check_row(row: Mapping[str, Any], where: str, settings: DataSettings) -> None:
+    """Raise :class:`UserError` naming the place and the field, if a record cannot become a document."""
+    if row.get(settings.conversation_field) is not None:
+        conversation(row, where, settings)
+    elif not isinstance(row.get(settings.text_field), str):
+        found = type(row.get(settings.text_field)).__name__
+        wanted = f"a string in {settings.text_field!r} or a list in {settings.conversation_field!r}"
+        raise UserError(f"{where}: {settings.text_field} is {found}: a record needs {wanted} (it has {sorted(row)})")
+
+
+def conversation(row: Mapping[str, Any], where: str, settings: DataSettings) -> list[dict[str, str]]:
+    """The messages as ``{role, content}``, from that or from ``{from, value}``."""
+    field = settings.conversation_field
+    turns = row[field]
+    if not isinstance(turns, list) or not turns:
+        raise UserError(f"{where}: {field} must be a list of messages that is not empty")
+    messages = []
+    for i, turn in enumerate(turns):
+        at = f"{where}: {field}[{i}]"
+        if not isinstance(turn, dict):
+            raise UserError(f"{at} is {type(turn).__name__}: write {{'role': …, 'content': …}}")
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if role not in ROLES:
+            raise UserError(f"{at}.role={role!r}: use one of {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise UserError(f"{at}.content is {type(content).__name__}: write a string")
+        messages.append({"role": ROLES[role], "content": content})
+    return messages
+
+
+class Renderer:
+    """Turns a record into a :class:`Document` with the target's own tokenizer and chat template."""
+
+    def __init__(self, tokenizer: Any, settings: DataSettings) -> None:
+        self.tokenizer = tokenizer
+        self.settings = settings
+
+    def render(self, row: Mapping[str, Any], where: str) -> Document:
+        """One record. A plain text is supervised throughout, a conversation on the assistant's turns with their end marks.
+
+        Raises:
+            UserError: the record does not fit, or its answers cannot be found in the rendered template.
+        """
+        check_row(row, where, self.settings)
+        if row.get(self.settings.conversation_field) is None:
+            ids = self.tokenizer(row[self.settings.text_field], verbose=False).input_ids
+            return Document(ids, [True] * len(ids), where)
+        messages = conversation(row, where, self.settings)
+        text = self._template(messages, where)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        spans = self.answer_spans(messages, text, where)
+        return Document(encoded.input_ids, mask_by_offsets(encoded.offset_mapping, spans), where)
+
+    def answer_spans(self, messages: list[dict[str, str]], text: str, where: str) -> list[tuple[int, int]]:
+        """Character ranges of the assistant's turns in the rendered text.
+
+        A turn begins where the conversation before it ends with the template's prompt for an answer. Templates that
+        rewrite earlier turns (hidden thoughts, dates) break that; there the turn's content is searched for, in order.
+        """
+        spans, cursor = [], 0
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                found = text.find(message["content"].strip(), cursor)
+                cursor = cursor if found < 0 else found + len(message["content"].strip())
+                continue
+            before = self._template(messages[:i], where, add_generation_prompt=True) if i else ""
+            after = self._template(messages[: i + 1], where)
+            if i and text.startswith(before) and text.startswith(after) and len(after) > len(before):
+                spans.append((len(before), len(after)))
+            elif (found := text.find(message["content"].strip(), cursor)) >= 0:
+                spans.append((found, found + len(message["content"].strip())))
+            else:
+                field = f"{self.settings.conversation_field}[{i}]"
+                raise UserError(
+                    f"{where}: {field} is not in the chat template's text: give it as the template prints it"
+                )
+            cursor = spans[-1][1]
+        return spans
+
+    def _template(self, messages: list[dict[str, str]], where: str, add_generation_prompt: bool = False) -> str:
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                )
+            )
+        except Exception as error:  # noqa: BLE001 - templates raise their own errors, for roles in a wrong order and the like
+            raise UserError(f"{where}: the target's chat template refuses the conversation ({error})") from None
+
+
+def mask_by_offsets(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """True for tokens that share a character with a span; ``[L]``."""
+    return [any(a < end and b > begin for begin, end in spans) for a, b in offsets]
+
+
+class Corpus:
+    """Several sources as one, by index.
+
+    Raises:
+        UserError: from the sources.
+    """
+
+    def __init__(self, names: list[str] | str, settings: DataSettings, tokenizer: Any) -> None:
+        self.renderer = Renderer(tokenizer, settings)
+        self.sources: list[Rows] = [open_rows(name, settings) for name in as_list(names)]
+        self.ends = list(accumulate(len(source) for source in self.sources))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, index: int) -> Document:
+        which = bisect_right(self.ends, index)
+        row, where = self.sources[which].row(index - (self.ends[which - 1] if which else 0))
+        return self.renderer.render(row, where)
+
+
+def open_rows(name: str, settings: DataSettings) -> Rows:
+    """A source by its name: ``.jsonl`` and ``.json`` are files of lines, anything else is ``datasets``' business."""
+    return JsonlRows(name, settings) if name.endswith((".jsonl", ".json")) else HuggingFaceRows(name, settings)

@@ -1,0 +1,142 @@
+"""What ``--plan`` prints: shapes, tokens, memory a rank and, from a former run, time. Loads no weights, starts nothing."""
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from longdraft.draft_models.config import LongSpecConfig, LongSpecSettings
+from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.target import TargetSpec
+from longdraft.train.checkpoints import Checkpoints, check_trajectory
+from longdraft.train.config import TrainSettings, as_list
+from longdraft.train.loop import position_limit
+from longdraft.train.target import load_config, resolve_dtype
+from longdraft.train.tracking import METRICS, clock, read_rows
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes a rank. Activations are an upper estimate for a full micro-batch; allocators and libraries add about 1 GiB."""
+
+    target: int
+    draft: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.target + self.draft + self.activations
+
+
+def device_of(settings: TrainSettings) -> torch.device:
+    """Where the run would compute."""
+    cuda = settings.engine.device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if cuda else "cpu")
+
+
+def count_parameters(config: Any, spec: TargetSpec, settings: TrainSettings) -> tuple[int, int]:
+    """Parameters of the target and of the draft, counted on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.target.trust_remote_code)
+    draft = LongSpecDraft(LongSpecConfig(spec, LongSpecSettings(**settings.draft.model_dump(exclude={"init_from"}))))
+    return sum(p.numel() for p in target.parameters()), sum(p.numel() for p in draft.parameters())
+
+
+def estimate_memory(
+    spec: TargetSpec, parameters: tuple[int, int], settings: TrainSettings, device: torch.device
+) -> Memory:
+    """Bytes a rank, from shapes alone.
+
+    Args:
+        spec: the target's shapes.
+        parameters: of the target and of the draft.
+        settings: lengths, batch, dtypes.
+        device: decides ``auto`` dtypes.
+    """
+    item_target = resolve_dtype(settings.target.dtype, device).itemsize
+    item_draft = resolve_dtype(settings.engine.dtype, device).itemsize
+    tokens = settings.schedule.micro_batch * settings.data.max_length
+    # Weights, float32 gradients and two moments; 16-bit drafts add float32 masters and their own gradients.
+    a_parameter = 16 if item_draft == 4 else 2 * item_draft + 16
+    wide, narrow = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    kept = item_draft * (12 * hidden + 4 * inner + 8 * wide + 6 * narrow) + 4 * 3 * (2 * wide + narrow)
+    logits = min(tokens, settings.objective.chunk) * spec.vocab_size * (12 if settings.objective.name == "ce" else 24)
+    cache = 2 * narrow * item_target
+    at_once = min(tokens, max(settings.target.max_batch_tokens, settings.data.max_length))
+    passing = at_once * item_target * (4 * hidden + 3 * inner + 3 * wide)
+    return Memory(
+        parameters[0] * item_target,
+        parameters[1] * a_parameter,
+        tokens * cache + max(passing, tokens * kept + logits),
+    )
+
+
+def plan_text(settings: TrainSettings, world: int) -> str:
+    """The lines that ``--plan`` prints.
+
+    Raises:
+        UserError: as the run itself would, where that shows without weights or data.
+    """
+    config = load_config(settings.target)
+    spec, device = TargetSpec.from_config(config), device_of(settings)
+    limit = position_limit(settings, spec.max_position)
+    parameters = count_parameters(config, spec, settings)
+    s = settings.schedule
+    a_step = s.micro_batch * s.accumulate * world
+    documents = "samples packed to" if settings.data.packing else "documents of up to"
+    share = f"offsets in {settings.positions.offset_share:.0%} of the documents up to position {limit}"
+    offsets = f"{settings.positions.anchors} anchors, {share}" if settings.positions.offset_share else "plain"
+    memory = estimate_memory(spec, parameters, settings, device)
+    lines = {
+        "run": f"{settings.run.name} in {settings.folder} ({_state(settings)})",
+        "target": f"{settings.target.path}: {_shapes(spec)}, {parameters[0]:,} parameters",
+        "draft": (
+            f"longspec: window {settings.draft.window}, lags {settings.lag.min}..{settings.lag.max}, "
+            f"{parameters[1]:,} parameters, objective {settings.objective.name}"
+        ),
+        "data": f"{', '.join(as_list(settings.data.train))}; truncation {settings.data.truncation}",
+        "positions": offsets,
+        "step": (
+            f"{a_step} {documents} {settings.data.max_length} tokens = at most {a_step * settings.data.max_length:,} "
+            f"tokens ({s.micro_batch} micro-batch x {s.accumulate} accumulate x {world} ranks)"
+        ),
+        "steps": f"{s.max_steps}, save every {s.save_every}, evaluate every {s.eval_every or 'end'}",
+        "memory": (
+            f"about {_gib(memory.total)} a rank on {device.type}: target {_gib(memory.target)}, draft, optimizer and "
+            f"gradients {_gib(memory.draft)}, activations {_gib(memory.activations)}"
+        ),
+        "time": _time(settings),
+    }
+    return "\n".join(f"{name:<10} {text}" for name, text in lines.items())
+
+
+def _shapes(spec: TargetSpec) -> str:
+    return (
+        f"{spec.model_type}, {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} heads over "
+        f"{spec.num_kv_heads} key/value heads of {spec.head_dim}, vocabulary {spec.vocab_size}"
+    )
+
+
+def _state(settings: TrainSettings) -> str:
+    latest = Checkpoints(settings.folder, 1).latest()
+    if latest is None:
+        return "new"
+    check_trajectory(Checkpoints.progress(latest).trajectory, settings.trajectory(), settings.run.name)
+    return f"resumes from {latest.name}"
+
+
+def _time(settings: TrainSettings) -> str:
+    rows = read_rows(settings.folder / METRICS)
+    if not rows:
+        return "unknown: no former run of this name"
+    a_step = statistics.median(row["seconds_per_step"] for row in rows[-20:])
+    left = max(settings.schedule.max_steps - rows[-1]["step"], 0)
+    return f"{a_step:.3f} s a step in the former run of this name; {left} steps left, {clock(a_step * left)}"
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"

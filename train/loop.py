@@ -1,0 +1,262 @@
+"""The training loop: one global step at a time, resumable at every step.
+
+Legend: T packed tokens of a micro-batch.
+"""
+
+import math
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longdraft.draft_models.checkpoint import load_draft
+from longdraft.draft_models.config import LongSpecConfig, LongSpecSettings, TrainingFacts
+from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.errors import UserError
+from longdraft.train.checkpoints import Checkpoints, Progress, check_trajectory
+from longdraft.train.config import TrainSettings
+from longdraft.train.documents import Corpus
+from longdraft.train.engine import Engine, Group, StopSignal, build_engine
+from longdraft.train.evaluation import cut_prompts, evaluate
+from longdraft.train.metering import Meter
+from longdraft.train.objective import longspec_loss
+from longdraft.train.positions import lag_of_step
+from longdraft.train.provenance import write_run_file
+from longdraft.train.samples import Packed, SampleStream, resumed_cursor
+from longdraft.train.target import FrozenTarget, load_target, load_tokenizer, resolve_dtype
+from longdraft.train.tracking import Tracker
+
+Window = Future[tuple[list[Packed], int]]
+
+
+class Diverged(RuntimeError):
+    """A loss or gradient that is not finite; the message names the step, the samples and the last good checkpoint."""
+
+
+def build_draft(settings: TrainSettings, target: FrozenTarget) -> LongSpecDraft:
+    """The draft in its training dtype, from ``draft.init_from`` or from the seed, bound to the target.
+
+    Raises:
+        UserError: a folder to start from that does not fit the target.
+    """
+    dtype = resolve_dtype(settings.engine.dtype, target.device)
+    if settings.draft.init_from is not None:
+        draft = load_draft(settings.draft.init_from, target.spec, dtype, target.device)
+    else:
+        torch.manual_seed(settings.run.seed)
+        architecture = LongSpecSettings(**settings.draft.model_dump(exclude={"init_from"}))
+        draft = LongSpecDraft(LongSpecConfig(target.spec, architecture))
+        frequencies = draft.rotary.inverse
+        draft = draft.to(device=target.device, dtype=dtype)
+        draft.rotary.inverse = frequencies.to(target.device)  # a cast to 16 bit would bend far positions
+    return draft.train().bind(target.embedding_VE, target.head_VE)
+
+
+class Run:
+    """Everything that one training run holds."""
+
+    def __init__(self, settings: TrainSettings, group: Group, command: list[str]) -> None:
+        self.settings, self.group = settings, group
+        self.checkpoints = Checkpoints(settings.folder, settings.schedule.keep)
+        found = self.checkpoints.latest()
+        if found is not None and settings.run.resume == "never":
+            raise UserError(
+                f"run folder {str(settings.folder)!r} holds {found.name}: use another run.name, or run.resume=auto"
+            )
+        state, self.progress = Checkpoints.read(found) if found else ({}, Progress(cursors=[0] * group.world))
+        if found:
+            check_trajectory(self.progress.trajectory, settings.trajectory(), settings.run.name)
+        self.progress.trajectory = settings.trajectory()
+        tokenizer = load_tokenizer(settings.target)
+        self.corpus = Corpus(settings.data.train, settings.data, tokenizer)
+        self.target = load_target(settings.target, group.device)
+        limit = position_limit(settings, self.target.spec.max_position)
+        self.draft = build_draft(settings, self.target)
+        self.engine: Engine = build_engine(self.draft, settings, group)
+        if found:
+            torch.set_rng_state(state.pop("rng.torch"))
+            self.engine.load_state(state)
+        self.stream = SampleStream(self.corpus, settings, limit, group.rank, group.world)
+        self.cursor = resumed_cursor(self.progress.cursors, group.rank, group.world)
+        self.prompts = self._prompts(tokenizer)
+        self.saved_step = self.progress.step if found else -1
+        self.tracker = Tracker(settings, self.progress.step, group.rank == 0)
+        self._announce(command, found)
+
+    def _prompts(self, tokenizer: Any) -> list[list[int]]:
+        s = self.settings
+        if s.data.eval is None or s.evaluation.prompts == 0:
+            return []
+        prompts = cut_prompts(Corpus(s.data.eval, s.data, tokenizer), s.evaluation, self.target.spec.max_position)
+        if not prompts:
+            raise UserError(
+                "data.eval gives no prompt: its documents are shorter than evaluation.lengths, or than 16 tokens"
+            )
+        return prompts
+
+    def _announce(self, command: list[str], found: Path | None) -> None:
+        parameters = sum(w.numel() for w in self.engine.weights().values())
+        facts = {
+            "ranks": self.group.world,
+            "device": torch.cuda.get_device_name() if self.group.device.type == "cuda" else "cpu",
+            "documents": len(self.corpus),
+            "draft_parameters": parameters,
+            "target_hash": self.target.spec.hash,
+        }
+        if self.group.rank == 0:
+            write_run_file(self.settings, command, facts, self.progress.step)
+        where = f"resumes from {found.name}" if found else "starts"
+        self.tracker.say(
+            f"run {self.settings.run.name} {where}: {len(self.corpus)} documents, {parameters:,} draft parameters, "
+            f"{self.group.world} x {facts['device']}, folder {self.settings.folder}"
+        )
+
+    def train(self) -> Path | None:
+        """Train to the last step, or to a signal or the time limit.
+
+        Returns:
+            The newest checkpoint.
+
+        Raises:
+            Diverged: a loss or gradient that is not finite.
+        """
+        stop, began, total = StopSignal(), time.monotonic(), self.settings.schedule.max_steps
+        meter = Meter(self.progress)
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                ahead = pool.submit(self.stream.window, self.cursor)
+                while self.progress.step < total:
+                    if reason := self._agreed_stop(stop, began):
+                        self.tracker.say(f"{reason}: saving and stopping at step {self.progress.step}")
+                        break
+                    ahead = self._step(ahead, pool, meter)
+                    self._after_step(meter)
+            self._save()
+            if self.progress.step >= total:
+                self._evaluate()
+        finally:
+            stop.restore()
+            self.tracker.close()
+        return self.checkpoints.latest()
+
+    def _agreed_stop(self, stop: StopSignal, began: float) -> str | None:
+        """Why to stop, the same on all ranks: one rank's signal or clock stops them all at one step."""
+        limit = self.settings.schedule.max_seconds
+        late = limit is not None and time.monotonic() - began >= limit
+        signals, clocks = self.group.totals(stop.name is not None, late)
+        return "signal received" if signals else "time is up" if clocks else None
+
+    def _step(self, ahead: Window, pool: ThreadPoolExecutor, meter: Meter) -> Window:
+        """One global step; returns the next step's data, which loads meanwhile."""
+        s, step = self.settings, self.progress.step + 1
+        meter.start()
+        micros, self.cursor = ahead.result()
+        following = pool.submit(self.stream.window, self.cursor)
+        supervised, tokens = self.group.totals(sum(m.supervised for m in micros), sum(len(m.id_T) for m in micros))
+        lag = lag_of_step(step, s.lag.min, s.lag.max, s.run.seed)
+        losses, correct = [], torch.zeros((), device=self.group.device)
+        for micro in micros:
+            out = longspec_loss(self.draft, self.target, micro.to(self.group.device), lag, s.objective)
+            # Over all supervised tokens of the step, so no split into ranks or micro-batches changes a token's weight.
+            self.engine.backward(out.loss / supervised)
+            losses.append(out.loss.detach())
+            correct += out.correct
+        rate = s.optim.rate(step, s.schedule.max_steps)
+        norm = self.engine.step(rate)
+        loss, hits = self.group.totals(float(torch.stack(losses).sum()), float(correct))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise Diverged(self._diagnosis(step, micros, losses, loss, norm))
+        self._count(step, micros, int(tokens), int(supervised))
+        meter.finish(loss, hits, supervised, tokens, lr=rate, grad_norm=norm, lag=lag)
+        return following
+
+    def _count(self, step: int, micros: list[Packed], tokens: int, supervised: int) -> None:
+        p = self.progress
+        p.step, p.tokens, p.supervised = step, p.tokens + tokens, p.supervised + supervised
+        p.max_length = max(p.max_length, *(b - a for m in micros for a, b in pairwise(m.cu)))
+        p.max_position = max(p.max_position, *(int(m.position_T.max()) + 1 for m in micros))
+
+    def _diagnosis(self, step: int, micros: list[Packed], losses: list[torch.Tensor], loss: float, norm: float) -> str:
+        bad = [m for m, value in zip(micros, losses, strict=True) if not math.isfinite(float(value))]
+        every = self.group.gather_names([name for m in bad for name in m.names])
+        names = every or self.group.gather_names([name for m in micros for name in m.names])
+        last = self.checkpoints.latest()
+        return (
+            f"step {step}: loss is {loss}, gradient norm {norm}, samples {', '.join(names)}; "
+            f"the last good checkpoint is {last or 'none'}: lower optim.lr or look at the samples"
+        )
+
+    def _after_step(self, meter: Meter) -> None:
+        s, step = self.settings.schedule, self.progress.step
+        if step % s.log_every == 0 or step in (1, s.max_steps):
+            self.tracker.step(meter.row())
+        if step % s.save_every == 0:
+            self._save()
+        if s.eval_every and step % s.eval_every == 0 and step < s.max_steps:
+            self._evaluate()
+
+    def _save(self) -> None:
+        p = self.progress
+        p.cursors = self.group.gather(self.cursor)
+        if p.step == self.saved_step or p.step == 0:
+            return
+        weights, state = self.engine.weights(), self.engine.state()
+        if self.group.rank == 0:
+            path = self.checkpoints.save(self.draft, weights, state, p, self.target.name, self._facts())
+            self.tracker.say(f"saved {path}")
+        self.saved_step = p.step
+        self.group.barrier()
+
+    def _facts(self) -> TrainingFacts:
+        p = self.progress
+        return TrainingFacts(
+            steps=p.step,
+            tokens=p.tokens,
+            max_length=p.max_length,
+            max_position=p.max_position,
+            anchors=self.settings.positions.anchors,
+            max_lag=self.settings.lag.max,
+        )
+
+    def _evaluate(self) -> None:
+        if not self.prompts:
+            return
+        s, g = self.settings, self.group
+        results = evaluate(
+            self.target, self.draft, self.prompts, s.evaluation.new_tokens, s.eval_steps, g.totals, g.rank, g.world
+        )
+        buckets = {name: result.figures() for name, result in results.items()}
+        self.tracker.evaluation({"step": self.progress.step, "draft_steps": s.eval_steps, "buckets": buckets})
+
+
+def position_limit(settings: TrainSettings, target_limit: int) -> int:
+    """Exclusive limit of trained positions.
+
+    Raises:
+        UserError: documents or offsets beyond what the target's rotary embedding covers.
+    """
+    limit = settings.positions.max_position or target_limit
+    for name, value in (("positions.max_position", limit), ("data.max_length", settings.data.max_length)):
+        if value > target_limit:
+            raise UserError(f"{name}={value} is beyond the target's {target_limit} positions: lower it")
+    return limit
+
+
+def train(settings: TrainSettings, command: list[str]) -> Path | None:
+    """Run a training from settings; under torchrun this is one of its ranks.
+
+    Returns:
+        The newest checkpoint's folder; its ``draft`` is what serving takes.
+
+    Raises:
+        UserError: settings, files or a target that do not fit.
+        Diverged: a loss or gradient that is not finite.
+    """
+    group = Group(settings.engine)
+    try:
+        return Run(settings, group, command).train()
+    finally:
+        group.close()

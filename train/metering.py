@@ -1,0 +1,50 @@
+"""Figures of training steps: averages between two log rows, and the run's time."""
+
+import statistics
+import time
+from typing import Any
+
+from longdraft.train.checkpoints import Progress
+
+
+class Meter:
+    """Sums over the steps since the last log row. Saves and evaluations do not count as training time."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self._began = time.monotonic()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.loss = self.hits = self.supervised = self.tokens = 0.0
+        self.times: list[float] = []
+        self.newest: dict[str, float] = {}
+
+    def start(self) -> None:
+        """A step begins."""
+        self._began = time.monotonic()
+
+    def finish(self, loss: float, hits: float, supervised: float, tokens: float, **newest: float) -> None:
+        """A step ended: sums over all ranks, and figures of which a row shows the newest."""
+        seconds = time.monotonic() - self._began
+        self.times.append(seconds)
+        self.progress.seconds += seconds
+        self.loss, self.hits = self.loss + loss, self.hits + hits
+        self.supervised, self.tokens = self.supervised + supervised, self.tokens + tokens
+        self.newest = newest
+
+    def row(self) -> dict[str, Any]:
+        """The log row of the steps since the last one: loss in nats a supervised token, times in seconds."""
+        row = {
+            "step": self.progress.step,
+            "loss": self.loss / self.supervised,
+            "accuracy": self.hits / self.supervised,
+            "tokens_per_s": self.tokens / max(sum(self.times), 1e-9),
+            "seconds_per_step": statistics.median(self.times),
+            "tokens": self.progress.tokens,
+            "supervised": self.progress.supervised,
+            "max_position": self.progress.max_position,
+            **self.newest,
+        }
+        self._clear()
+        return row

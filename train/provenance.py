@@ -1,0 +1,56 @@
+"""What made a run: its command, versions and resolved settings, beside its results."""
+
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from longdraft.draft_models.checkpoint import library_versions
+from longdraft.train.config import TrainSettings
+from longdraft.train.tracking import redact
+
+
+def commit() -> str | None:
+    """The working copy's git commit, with ``+`` if it has changes; None outside of one."""
+    try:
+        return _git("rev-parse", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(*words: str) -> str:
+    here = Path(__file__).resolve().parent
+    done = subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def write_run_file(settings: TrainSettings, command: list[str], facts: dict[str, Any], resumed_step: int = 0) -> Path:
+    """Write ``run.yaml`` into the run's folder; its ``settings`` section is a recipe that repeats the run.
+
+    A resumed run writes ``run-from-<step>.yaml`` beside it.
+
+    Args:
+        settings: as resolved.
+        command: the words of the command line.
+        facts: devices, sizes and whatever else was found at start.
+        resumed_step: where the run continues; 0 for a new one.
+    """
+    record = {
+        "command": redact(shlex.join(command)),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "python": sys.version.split()[0],
+        "machine": platform.platform(),
+        "versions": library_versions(),
+        "facts": facts,
+        "settings": redact(settings.model_dump(mode="json")),
+    }
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    path = settings.folder / (f"run-from-{resumed_step}.yaml" if resumed_step else "run.yaml")
+    path.write_text(yaml.safe_dump(record, sort_keys=False, allow_unicode=True))
+    return path

@@ -1,0 +1,174 @@
+"""Samples from documents: truncation that keeps the answer, packing, and an endless seeded order that can be resumed.
+
+Legend: L tokens of a document, T packed tokens of a sample or a micro-batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from longdraft.errors import UserError
+from longdraft.kernels.linear_cross_entropy import IGNORED
+from longdraft.train.config import TrainSettings
+from longdraft.train.documents import Corpus, Document
+from longdraft.train.positions import anchor_offset_positions, draw, seeded
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A micro-batch: documents one behind the other.
+
+    ``id_T``, ``position_T`` and ``label_T`` are int64; a label is the next token of the same document, or -100. Document i
+    is tokens ``cu[i] .. cu[i + 1]`` (``positions`` may jump inside it, so they say nothing of boundaries).
+    """
+
+    id_T: torch.Tensor
+    position_T: torch.Tensor
+    label_T: torch.Tensor
+    cu: list[int]
+    names: list[str]
+
+    @property
+    def supervised(self) -> int:
+        return int((self.label_T != IGNORED).sum())
+
+    def to(self, device: torch.device) -> "Packed":
+        def move(x: torch.Tensor) -> torch.Tensor:
+            return x.to(device, non_blocking=True)
+
+        return Packed(move(self.id_T), move(self.position_T), move(self.label_T), self.cu, self.names)
+
+
+def truncate(document: Document, limit: int, how: str, *key: int | str) -> Document:
+    """Shorten a document to ``limit`` tokens.
+
+    Args:
+        how: ``right`` and ``left`` drop that end, ``crop`` keeps a stretch that ``key`` decides, ``middle`` keeps the head
+            and the answer: of a conversation the last answer whole if it leaves a quarter for the prompt, whose middle goes;
+            of a plain text both halves' ends.
+        key: of the draw.
+
+    Returns:
+        The document; the first token behind a gap is not supervised, since nothing before it leads there.
+    """
+    ids, mask, n = document.ids, document.supervised, len(document.ids)
+    if n <= limit:
+        return document
+    if how != "middle":
+        begin = {"right": 0, "left": n - limit}.get(how, -1)
+        begin = draw(0, n - limit, "crop", *key) if begin < 0 else begin
+        return Document(ids[begin : begin + limit], mask[begin : begin + limit], document.name)
+    start = answer_start(mask)
+    if start == 0:  # a text, or an answer without a prompt: two ends of equal length
+        head = limit // 2
+        tail_begin = n - (limit - head)
+    else:
+        answer = min(n - start, limit - min(start, limit // 4))
+        prompt = limit - answer
+        head = (prompt + 1) // 2
+        tail_begin = start - prompt // 2
+    keep = [*range(head), *range(tail_begin, tail_begin + limit - head)]
+    mask = [mask[i] and not (at == head and i != at) for at, i in enumerate(keep)]
+    return Document([ids[i] for i in keep], mask, document.name)
+
+
+def answer_start(supervised: list[bool]) -> int:
+    """Where the last run of supervised tokens begins; the length if there is none."""
+    n = len(supervised)
+    end = next((i + 1 for i in reversed(range(n)) if supervised[i]), 0)
+    return next((i + 1 for i in reversed(range(end)) if not supervised[i]), 0) if end else n
+
+
+def pack(documents: list[Document], positions: list[torch.Tensor], all_rows: bool) -> Packed:
+    """Lay documents one behind the other; row t is labelled with token t + 1 of its own document.
+
+    Args:
+        documents, positions: tokens and their int64 positions.
+        all_rows: supervise prompts too.
+    """
+    cu, ids, labels = [0], [], []
+    for document in documents:
+        wanted = zip(document.ids[1:], document.supervised[1:], strict=True)
+        labels += [token if kept or all_rows else IGNORED for token, kept in wanted] + [IGNORED]
+        ids += document.ids
+        cu.append(len(ids))
+    return Packed(torch.tensor(ids), torch.cat(positions), torch.tensor(labels), cu, [d.name for d in documents])
+
+
+class SampleStream:
+    """One rank's samples: an endless order in which every document comes once an epoch, over all ranks.
+
+    A cursor counts the documents that this rank has drawn, so a run resumes at any step from that one number. Without
+    packing or skipped documents, global step s holds the same documents for every split of its batch over ranks and
+    accumulation.
+
+    Raises:
+        UserError: no document that is long enough and supervised.
+    """
+
+    def __init__(
+        self, corpus: Corpus, settings: TrainSettings, max_position: int, rank: int = 0, world: int = 1
+    ) -> None:
+        self.corpus, self.settings = corpus, settings
+        self.max_position = max_position
+        self.rank, self.world = rank, world
+        self._order: tuple[int, list[int]] | None = None
+
+    def window(self, cursor: int) -> tuple[list[Packed], int]:
+        """The micro-batches of one global step and the cursor behind them; the same for the same cursor."""
+        schedule = self.settings.schedule
+        micros = []
+        for _ in range(schedule.accumulate):
+            documents: list[tuple[Document, torch.Tensor]] = []
+            for _ in range(schedule.micro_batch):
+                sample, cursor = self._sample(cursor)
+                documents += sample
+            all_rows = self.settings.objective.rows == "all"
+            micros.append(pack([d for d, _ in documents], [p for _, p in documents], all_rows))
+        return micros, cursor
+
+    def _sample(self, cursor: int) -> tuple[list[tuple[Document, torch.Tensor]], int]:
+        first, cursor = self._next(cursor)
+        sample, room = [first], self.settings.data.max_length - len(first[0].ids)
+        if self.settings.data.packing:
+            while True:
+                more, after = self._next(cursor)
+                if len(more[0].ids) > room:
+                    break  # it opens the next sample: the cursor stays before it
+                sample.append(more)
+                room, cursor = room - len(more[0].ids), after
+        return sample, cursor
+
+    def _next(self, cursor: int) -> tuple[tuple[Document, torch.Tensor], int]:
+        """The first usable document at or behind the cursor with its positions, and the cursor behind it."""
+        data, objective = self.settings.data, self.settings.objective
+        for tried in range(len(self.corpus) + 1):
+            epoch, at = divmod((cursor + tried) * self.world + self.rank, len(self.corpus))
+            index = self._permutation(epoch)[at]
+            key = (self.settings.run.seed, epoch, index)
+            document = truncate(self.corpus[index], data.max_length, data.truncation, *key)
+            if len(document.ids) >= data.min_length and (objective.rows == "all" or any(document.supervised[1:])):
+                return (document, self.positions(len(document.ids), *key)), cursor + tried + 1
+        raise UserError(
+            f"data.train has no document of data.min_length={data.min_length} tokens or more with anything to predict: "
+            "lower it, or check the conversations' roles"
+        )
+
+    def positions(self, length: int, *key: int) -> torch.Tensor:
+        """Positions of a document: offset, or plain where the share of offsets says so."""
+        p = self.settings.positions
+        share = float(torch.rand((), generator=seeded("share", *key)))
+        limit = self.max_position if share < p.offset_share else 0
+        return anchor_offset_positions(length, p.anchors, limit, *key)
+
+    def _permutation(self, epoch: int) -> list[int]:
+        if self._order is None or self._order[0] != epoch:
+            count = len(self.corpus)
+            order = torch.randperm(count, generator=seeded("order", self.settings.run.seed, epoch)).tolist()
+            self._order = (epoch, order if self.settings.data.shuffle else list(range(count)))
+        return self._order[1]
+
+
+def resumed_cursor(saved: list[int], rank: int, world: int) -> int:
+    """A rank's cursor after a resume: its own, or with another number of ranks an even share of what was drawn."""
+    return saved[rank] if len(saved) == world else -(-sum(saved) // world)

@@ -1,0 +1,233 @@
+"""The frozen target: one forward pass a sample that keeps the last layer's keys and values and nothing else.
+
+Legend: B documents of a padded batch, L padded length, T packed tokens, E hidden size, K key/value heads, D head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from longdraft.draft_models.target import TargetSpec
+from longdraft.errors import UserError
+from longdraft.train.config import TargetSettings
+from longdraft.train.tiny_random import PREFIX, byte_tokenizer, tiny_config, tiny_random_model
+
+PADDING_WASTE = 1.25  # documents share a padded batch while it stays within this factor of its real tokens
+
+
+class _PassLayer(CacheLayerMixin):
+    """Hands back what it is given; keeps it only where asked. Looks empty, so every mask is plain causal."""
+
+    is_sliding = False
+
+    def __init__(self, keep: bool) -> None:
+        super().__init__()
+        self.keep = keep
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        pass
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.keep:
+            self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+
+class LastLayerCache(Cache):
+    """A cache that holds one layer's keys (rotated, as serving caches them) and values instead of all layers'.
+
+    Passing any cache also keeps transformers from reading a jump of the positions as the start of a new document, which
+    would silently cut the anchors off under Anchor-Offset Indices.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[_PassLayer(keep=i == num_layers - 1) for i in range(num_layers)])
+
+    def last(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[B, K, L, D]`` of the pass."""
+        layer = self.layers[-1]
+        assert isinstance(layer, _PassLayer) and layer.keys is not None and layer.values is not None, (
+            "the target did not write its last layer's cache"
+        )
+        return layer.keys, layer.values
+
+
+@dataclass
+class Capture:
+    """What the draft reads: ``k_TKD`` and ``v_TKD`` in the target's dtype; ``hidden_TE`` feeds the head, if asked for."""
+
+    k_TKD: torch.Tensor
+    v_TKD: torch.Tensor
+    hidden_TE: torch.Tensor | None
+
+
+class FrozenTarget:
+    """A transformers causal language model in evaluation mode without gradients."""
+
+    def __init__(self, model: Any, name: str, max_batch_tokens: int = 65536) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.name = name
+        self.spec = TargetSpec.from_config(model.config)
+        self.max_batch_tokens = max_batch_tokens
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def embedding_VE(self) -> torch.Tensor:
+        weight: torch.Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @property
+    def head_VE(self) -> torch.Tensor:
+        weight: torch.Tensor = self.model.get_output_embeddings().weight
+        return weight
+
+    @torch.no_grad()
+    def capture(self, id_T: torch.Tensor, position_T: torch.Tensor, cu: Sequence[int], hidden: bool = False) -> Capture:
+        """Run packed documents, each on its own, at the given positions.
+
+        Args:
+            id_T, position_T: int64 on the target's device.
+            cu: document offsets from 0 to T; documents never see each other.
+            hidden: also return the rows that feed the head.
+        """
+        spec = self.spec
+        k_TKD, v_TKD = (
+            torch.empty(len(id_T), spec.num_kv_heads, spec.head_dim, dtype=self.model.dtype, device=id_T.device)
+            for _ in range(2)
+        )
+        hidden_TE = (
+            torch.empty(len(id_T), spec.hidden_size, dtype=self.model.dtype, device=id_T.device) if hidden else None
+        )
+        for batch in padded_batches(cu, self.max_batch_tokens):
+            longest = max(b - a for a, b in batch)
+            id_BL, position_BL = (id_T.new_zeros(len(batch), longest) for _ in range(2))
+            for row, (a, b) in enumerate(batch):
+                id_BL[row, : b - a], position_BL[row, : b - a] = id_T[a:b], position_T[a:b]
+            cache = LastLayerCache(spec.num_layers)
+            # Padding lies to the right, where causal attention never looks, so no mask is needed.
+            out = self.model.base_model(
+                input_ids=id_BL, position_ids=position_BL, past_key_values=cache, use_cache=True
+            )
+            keys, values = cache.last()
+            for row, (a, b) in enumerate(batch):
+                k_TKD[a:b] = keys[row, :, : b - a].transpose(0, 1)
+                v_TKD[a:b] = values[row, :, : b - a].transpose(0, 1)
+                if hidden_TE is not None:
+                    hidden_TE[a:b] = out.last_hidden_state[row, : b - a]
+        return Capture(k_TKD, v_TKD, hidden_TE)
+
+
+def padded_batches(cu: Sequence[int], max_tokens: int) -> list[list[tuple[int, int]]]:
+    """Documents ``(begin, end)`` grouped by length into right-padded batches of little padding, longest first."""
+    documents = sorted(((a, b) for a, b in pairwise(cu) if b > a), key=lambda d: (d[0] - d[1], d[0]))
+    batches: list[list[tuple[int, int]]] = []
+    real = 0
+    for a, b in documents:
+        if batches:
+            padded = (len(batches[-1]) + 1) * (batches[-1][0][1] - batches[-1][0][0])
+            if padded <= max_tokens and padded <= PADDING_WASTE * (real + b - a):
+                batches[-1].append((a, b))
+                real += b - a
+                continue
+        batches.append([(a, b)])
+        real = b - a
+    return batches
+
+
+def load_config(settings: TargetSettings) -> Any:
+    """The target's transformers config, without weights.
+
+    Raises:
+        UserError: no such model, or an unknown tiny one.
+    """
+    if settings.path.startswith(PREFIX):
+        return tiny_config(settings.path.removeprefix(PREFIX))
+    try:
+        return AutoConfig.from_pretrained(
+            settings.path, revision=settings.revision, trust_remote_code=settings.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise _unreadable(settings, error) from None
+
+
+def load_target(settings: TargetSettings, device: torch.device) -> FrozenTarget:
+    """Load the target in its training dtype.
+
+    Raises:
+        UserError: a target that is not there, or that a LongSpec draft cannot read.
+    """
+    TargetSpec.from_config(load_config(settings))
+    dtype = resolve_dtype(settings.dtype, device)
+    if settings.path.startswith(PREFIX):
+        model: Any = tiny_random_model(settings.path.removeprefix(PREFIX))
+        for weight in model.parameters():  # not model.to(dtype): the rotary frequencies stay float32
+            weight.data = weight.data.to(dtype)
+        model.set_attn_implementation(settings.attn)
+    else:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                settings.path,
+                revision=settings.revision,
+                dtype=dtype,
+                attn_implementation=settings.attn,
+                trust_remote_code=settings.trust_remote_code,
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise _unreadable(settings, error) from None
+    return FrozenTarget(model.to(device), settings.path, settings.max_batch_tokens)
+
+
+def load_tokenizer(settings: TargetSettings) -> Any:
+    """The target's tokenizer.
+
+    Raises:
+        UserError: none there, or one without character offsets.
+    """
+    if settings.path.startswith(PREFIX):
+        return byte_tokenizer()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            settings.path, revision=settings.revision, trust_remote_code=settings.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise _unreadable(settings, error) from None
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"target.path={settings.path!r} has a slow tokenizer: loss masks need one with character offsets (tokenizer.json)"
+        )
+    return tokenizer
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """A dtype setting; ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _unreadable(settings: TargetSettings, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:200]
+    return UserError(
+        f"target.path={settings.path!r} cannot be loaded ({reason}): give a model folder or a Hugging Face name"
+    )

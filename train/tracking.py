@@ -1,0 +1,159 @@
+"""What a run reports: JSON lines always, progress on the terminal, Weights & Biases when asked."""
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from longdraft.errors import UserError
+from longdraft.train.config import TrainSettings
+
+METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+SECRET_KEY = re.compile(r"token(?!s|izer)|secret|password|api_?key|credential", re.IGNORECASE)
+SECRET_VALUE = re.compile(r"hf_\w{8,}|sk-[\w-]{8,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)|(?<=key=)[^&\s]+|(?<=token=)[^&\s]+")
+
+
+def redact(value: Any) -> Any:
+    """A copy of plain data in which values of secret names, and secrets inside strings, read ``***``."""
+    if isinstance(value, dict):
+        return {k: "***" if SECRET_KEY.search(str(k)) and v else redact(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(item) for item in value]
+    return SECRET_VALUE.sub("***", value) if isinstance(value, str) else value
+
+
+class JsonLines:
+    """One JSON object a line, flushed. Rows behind the step that a run resumes from are dropped."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [row for row in read_rows(path) if row["step"] <= resumed_step] if resumed_step else []
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+    def write(self, row: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a log; a last line that a killed run left half-written is skipped."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+class Tracker:
+    """Rank 0's reports. ``tracked`` False (other ranks) makes every call a no-op."""
+
+    def __init__(self, settings: TrainSettings, resumed_step: int, tracked: bool, out: TextIO | None = None) -> None:
+        self.tracked = tracked
+        if not tracked:
+            return
+        self.out = out or sys.stdout
+        self.metrics = JsonLines(settings.folder / METRICS, resumed_step)
+        self.evaluations = JsonLines(settings.folder / EVALUATIONS, resumed_step)
+        self.progress = ProgressLine(settings.schedule.max_steps, resumed_step, self.out)
+        self.wandb = _start_wandb(settings) if settings.tracking.wandb != "off" else None
+
+    def say(self, text: str) -> None:
+        """One line for people."""
+        if self.tracked:
+            self.progress.pause()
+            print(text, file=self.out, flush=True)
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Figures of a step, with ``step``, ``loss``, ``accuracy`` and ``tokens_per_s``."""
+        if self.tracked:
+            self.metrics.write(row)
+            self.progress.show(row)
+            if self.wandb is not None:
+                self.wandb.log({f"train/{k}": v for k, v in row.items() if k != "step"}, step=row["step"])
+
+    def evaluation(self, row: dict[str, Any]) -> None:
+        """Accept lengths of a step by bucket."""
+        if not self.tracked:
+            return
+        self.evaluations.write(row)
+        for name, figures in row["buckets"].items():
+            depths = " ".join(f"{share:.2f}" for share in figures["reached_depth"])
+            self.say(
+                f"eval step {row['step']}  {name:>6}  tau {figures['tau']:.3f} (without bonus {figures['tau_without_bonus']:.3f})"
+                f"  reached depth {depths}  prompts {figures['prompts']}"
+            )
+            if self.wandb is not None:
+                self.wandb.log({f"eval/{name}/tau": figures["tau"]}, step=row["step"])
+
+    def close(self) -> None:
+        if self.tracked:
+            self.progress.pause()
+            if self.wandb is not None:
+                self.wandb.finish()
+
+
+class ProgressLine:
+    """A rich bar on a terminal, plain lines elsewhere; both with tokens a second and the time that is left."""
+
+    def __init__(self, total: int, done: int, out: TextIO) -> None:
+        self.total, self.first, self.out = total, done, out
+        self.began = time.monotonic()
+        self.bar: Any = None
+        self.task: Any = None
+
+    def show(self, row: dict[str, Any]) -> None:
+        done = row["step"]
+        left = (time.monotonic() - self.began) / max(done - self.first, 1) * (self.total - done)
+        text = f"loss {row['loss']:.4f}  acc {row['accuracy']:.1%}  {row['tokens_per_s']:,.0f} tok/s"
+        if not self.out.isatty():
+            print(f"step {done}/{self.total}  {text}  ETA {clock(left)}", file=self.out, flush=True)
+            return
+        if self.bar is None:
+            self.bar = self._new_bar()
+            self.task = self.bar.add_task("", total=self.total)
+            self.bar.start()
+        self.bar.update(self.task, completed=done, text=text, eta=clock(left))
+
+    def _new_bar(self) -> Any:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}  ETA {task.fields[eta]}"))
+        return Progress(*columns, console=Console(file=self.out))
+
+    def pause(self) -> None:
+        """Take the bar down, so that other lines can be printed; the next step puts it up again."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+def clock(seconds: float) -> str:
+    """``h:mm:ss``, or ``m:ss`` below an hour."""
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+
+
+def _start_wandb(settings: TrainSettings) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(
+            "tracking.wandb is on but wandb is not installed: pip install wandb, or tracking.wandb=off"
+        ) from None
+    asked = settings.tracking.wandb
+    online = asked == "online" or (asked == "auto" and bool(os.environ.get("WANDB_API_KEY")))
+    return wandb.init(
+        project=settings.tracking.project,
+        name=settings.run.name,
+        dir=str(settings.folder),
+        mode="online" if online else "offline",
+        config=redact(settings.model_dump(mode="json")),
+    )
