@@ -3,6 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from longdraft.draft_models.config import LongSpecConfig, LongSpecSettings
+from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.train.target import FrozenTarget
 from longdraft.train.tiny_random import byte_tokenizer, tiny_random_model
 
 
@@ -23,3 +28,19 @@ def tiny_model(family: str, folder: str | Path, seed: int = 0, **changes: Any) -
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def tiny_target(family: str = "llama", seed: int = 0, **changes: Any) -> FrozenTarget:
+    """The same model in memory, frozen."""
+    return FrozenTarget(tiny_random_model(family, seed, **changes), f"tiny-random:{family}")
+
+
+def tiny_draft(target: FrozenTarget, seed: int = 0, **settings: Any) -> LongSpecDraft:
+    """A random draft bound to the target, with weights large enough that every part of it shows in its output."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        draft = LongSpecDraft(LongSpecConfig(target.spec, LongSpecSettings(**settings)))
+        with torch.no_grad():
+            for weight in draft.parameters():
+                weight.normal_(std=0.2) if weight.dim() > 1 else weight.add_(0.2 * torch.randn_like(weight))
+    return draft.bind(target.embedding_VE, target.head_VE)
