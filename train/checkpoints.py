@@ -4,12 +4,13 @@ A checkpoint appears whole or not at all: it is written under a hidden name, the
 is replaced in one move. Only safetensors and JSON are read back, so a foreign checkpoint cannot run code.
 """
 
+import fcntl
 import json
 import os
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors.torch import save_file
@@ -109,6 +110,25 @@ class Checkpoints:
     def read(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
         """The resume state of a checkpoint; raises as :meth:`progress` does."""
         return read_weights(path / STATE), Checkpoints.progress(path)
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """Hold the run folder until the returned file is closed or the process ends.
+
+    Raises:
+        UserError: another process trains there; two would overwrite each other's checkpoints.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"run folder {str(folder)!r} is in use by another process: wait for it, or use another run.name"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return file
 
 
 def check_trajectory(then: dict[str, Any], now: dict[str, Any], run_name: str) -> None:

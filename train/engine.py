@@ -1,8 +1,10 @@
 """Engines: who holds the weights, reduces gradients and steps the optimizer. torch here; others implement :class:`Engine`."""
 
+import ctypes
 import math
 import os
 import signal
+import sys
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from types import FrameType
@@ -31,6 +33,7 @@ class Group:
         if cuda:
             torch.cuda.set_device(self.device)
         if self.world > 1:
+            die_with_parent()
             dist.init_process_group(
                 "nccl" if cuda else "gloo", timeout=TIMEOUT, device_id=self.device if cuda else None
             )
@@ -66,6 +69,13 @@ class Group:
     def close(self) -> None:
         if self.world > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def die_with_parent() -> None:
+    """Have Linux end this rank when torchrun dies: killed hard, it would leave ranks that train on beside a resumed run."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 class StopSignal:

@@ -16,7 +16,7 @@ from longdraft.draft_models.checkpoint import load_draft
 from longdraft.draft_models.config import LongSpecConfig, LongSpecSettings, TrainingFacts
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.errors import UserError
-from longdraft.train.checkpoints import Checkpoints, Progress, check_trajectory
+from longdraft.train.checkpoints import Checkpoints, Progress, check_trajectory, lock_folder
 from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Corpus
 from longdraft.train.engine import Engine, Group, StopSignal, build_engine
@@ -60,6 +60,7 @@ class Run:
 
     def __init__(self, settings: TrainSettings, group: Group, command: list[str]) -> None:
         self.settings, self.group = settings, group
+        self._lock = lock_folder(settings.folder) if group.rank == 0 else None
         self.checkpoints = Checkpoints(settings.folder, settings.schedule.keep)
         found = self.checkpoints.latest()
         if found is not None and settings.run.resume == "never":
@@ -140,6 +141,8 @@ class Run:
         finally:
             stop.restore()
             self.tracker.close()
+            if self._lock is not None:
+                self._lock.close()
         return self.checkpoints.latest()
 
     def _agreed_stop(self, stop: StopSignal, began: float) -> str | None:

@@ -116,7 +116,7 @@ class ProgressLine:
             return
         if self.bar is None:
             self.bar = self._new_bar()
-            self.task = self.bar.add_task("", total=self.total)
+            self.task = self.bar.add_task("", total=self.total, text="", eta="")
             self.bar.start()
         self.bar.update(self.task, completed=done, text=text, eta=clock(left))
 

@@ -1,0 +1,256 @@
+"""Whole runs in this process: bitwise resume, loss normalisation, non-finite losses, what a run leaves behind."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from longdraft.draft_models.checkpoint import load_draft
+from longdraft.train import checkpoints as checkpoints_module
+from longdraft.train import loop
+from longdraft.train.checkpoints import Checkpoints
+from longdraft.train.config import TargetSettings
+from longdraft.train.long_draft import main
+from longdraft.train.objective import StepLoss
+from longdraft.train.target import load_target
+
+TEXTS = [
+    "short one",
+    "a somewhat longer text " * 3,
+    "the longest of these few lines, by a good margin " * 5,
+    "x" * 40,
+    "y z " * 30,
+]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A run of a few seconds; its data lies beside it."""
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    config = {
+        "run": {"name": "r", "output_dir": str(tmp_path / "runs"), "seed": 3},
+        "target": {"path": "tiny-random:llama"},
+        "draft": {"window": 16},
+        "data": {"train": "data.jsonl", "eval": "data.jsonl", "max_length": 200},
+        "positions": {"max_position": 1000},
+        "lag": {"max": 3},
+        "optim": {"lr": 0.003, "schedule": "constant", "warmup_ratio": 0.0},
+        "schedule": {"max_steps": 6, "micro_batch": 2, "save_every": 3, "log_every": 1},
+        "evaluation": {"prompts": 0},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def train(recipe: Path, name: str, *overrides: str) -> Path:
+    assert main(["--config", str(recipe), f"run.name={name}", *overrides]) == 0
+    return recipe.parent / "runs" / name
+
+
+def final_state(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / "latest" / "state.safetensors")
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_a_resumed_run_ends_with_the_same_bits(recipe: Path, packing: str) -> None:
+    """Weights, both moments, step counts and the generator; the log has every step once."""
+    extra = (f"data.packing={packing}", "schedule.accumulate=2")
+    whole = train(recipe, "whole", *extra)
+    train(recipe, "parts", *extra, "schedule.max_steps=3")
+    (recipe.parent / "runs" / "parts" / "metrics.jsonl").open("a").write(
+        '{"step": 4, "loss": 0, "accu'
+    )  # a killed write
+    parts = train(recipe, "parts", *extra)
+    want, got = final_state(whole), final_state(parts)
+    assert want.keys() == got.keys()
+    assert any(key.endswith("exp_avg_sq") for key in want)
+    assert all(torch.equal(want[key], got[key]) for key in want)
+    assert [row["step"] for row in rows(parts)] == list(range(1, 7))
+    assert [row["loss"] for row in rows(parts)] == [row["loss"] for row in rows(whole)]
+    assert [row["lag"] for row in rows(parts)] == [row["lag"] for row in rows(whole)]
+
+
+def test_training_lowers_the_loss_and_the_draft_folder_loads(recipe: Path) -> None:
+    run = train(recipe, "r", "schedule.max_steps=40", "positions.offset_share=0", "lag.max=1")
+    losses = [row["loss"] for row in rows(run)]
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+    target = load_target(TargetSettings(path="tiny-random:llama"), torch.device("cpu"))
+    draft = load_draft(run / "checkpoints" / "latest" / "draft", target.spec)
+    assert all(torch.equal(p, final_state(run)[f"master.{name}"]) for name, p in draft.named_parameters())
+    facts = json.loads((run / "checkpoints/latest/draft/config.json").read_text())["longdraft"]["training"]
+    assert facts == {
+        "steps": 40, "tokens": rows(run)[-1]["tokens"], "max_length": 200, "max_position": 200, "anchors": 4, "max_lag": 1
+    }  # fmt: skip
+
+
+def test_the_loss_is_normalised_over_the_whole_step(recipe: Path) -> None:
+    """Documents of 9 to 200 tokens: a mean of means would weigh the short ones up and give another gradient."""
+    figures = []
+    # With eps = 1 AdamW's first steps are proportional to the gradient, so a wrong gradient shows and noise does not grow.
+    plain = ("optim.eps=1.0", "optim.lr=1.0", "optim.clip=1000.0", "schedule.max_steps=2", "run.seed=4")
+    for micro, accumulate in ((4, 1), (2, 2), (1, 4)):
+        run = train(recipe, f"m{micro}", *plain, f"schedule.micro_batch={micro}", f"schedule.accumulate={accumulate}")
+        figures.append((rows(run), final_state(run)))
+    for other, state in figures[1:]:
+        for a, b in zip(figures[0][0], other, strict=True):
+            assert b["supervised"] == a["supervised"]
+            assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+            assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+        for name, weight in figures[0][1].items():
+            if name.startswith("master."):
+                torch.testing.assert_close(weight, state[name], rtol=1e-4, atol=1e-5)
+
+
+def test_kl_on_all_rows_trains_too(recipe: Path) -> None:
+    losses = [
+        row["loss"]
+        for row in rows(train(recipe, "r", "objective.name=kl", "objective.rows=all", "schedule.max_steps=30"))
+    ]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_init_from_starts_at_another_runs_draft(recipe: Path) -> None:
+    first = train(recipe, "first")
+    second = train(
+        recipe, "second", f"draft.init_from={first}/checkpoints/latest/draft", "optim.lr=1e-12", "schedule.max_steps=1"
+    )
+    want, got = final_state(first), final_state(second)
+    assert all(torch.allclose(want[key], got[key], atol=1e-6) for key in want if key.startswith("master."))
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_and_samples(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest, calls = loop.longspec_loss, []
+
+    def poisoned(draft: Any, target: Any, batch: Any, lag: int, settings: Any) -> StepLoss:
+        out = honest(draft, target, batch, lag, settings)
+        calls.append(batch.names)
+        return StepLoss(out.loss * float("nan"), out.correct) if len(calls) == 4 else out
+
+    monkeypatch.setattr(loop, "longspec_loss", poisoned)
+    assert main(["--config", str(recipe), "schedule.save_every=2"]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: step 4: loss is nan")
+    assert all(name in error for name in calls[3])
+    assert not any(name in error for name in set(calls[2]) - set(calls[3]))
+    assert "step-00000002" in error
+    kept = Checkpoints(recipe.parent / "runs" / "r", 2).all()
+    assert [path.name for path in kept] == ["step-00000002"]
+    assert all(
+        bool(torch.isfinite(w).all()) for k, w in final_state(recipe.parent / "runs" / "r").items() if "master" in k
+    )
+
+
+def test_an_infinite_gradient_leaves_the_weights_alone(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = loop.longspec_loss
+
+    def exploding(*args: Any) -> StepLoss:
+        out = honest(*args)
+        return StepLoss(out.loss.detach() + 0 * out.loss / 0.0, out.correct)
+
+    kept: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(loop, "longspec_loss", exploding)
+    monkeypatch.setattr(loop.Run, "_diagnosis", lambda self, *_: kept.update(self.engine.weights()) or "")
+    assert main(["--config", str(recipe)]) == 1
+    assert kept
+    assert all(bool(torch.isfinite(weight).all()) for weight in kept.values())
+
+
+def test_rotation_keeps_the_newest_and_latest_points_at_the_last(recipe: Path) -> None:
+    run = train(recipe, "r", "schedule.save_every=1", "schedule.keep=2")
+    assert [path.name for path in Checkpoints(run, 2).all()] == ["step-00000005", "step-00000006"]
+    assert (run / "checkpoints" / "latest").resolve().name == "step-00000006"
+
+
+def test_a_save_that_dies_leaves_the_one_before(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends while files are written: the half checkpoint is invisible, and the next save clears it away."""
+    whole = train(recipe, "whole")
+    run = train(recipe, "r", "schedule.max_steps=3")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints_module, "_flush", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            main(["--config", str(recipe), "run.name=r"])
+    folder = run / "checkpoints"
+    assert [p.name for p in folder.iterdir() if p.name.startswith(".step-00000006")]
+    assert Checkpoints(run, 2).latest() == folder / "step-00000003"
+    train(recipe, "r")
+    assert not [p for p in folder.iterdir() if p.name.startswith(".")]
+    assert all(torch.equal(weight, final_state(run)[name]) for name, weight in final_state(whole).items())
+
+
+def test_a_time_limit_saves_and_the_rest_can_follow(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(recipe, "r", "schedule.max_steps=100000", "schedule.max_seconds=0.5")
+    steps = json.loads((run / "checkpoints/latest/progress.json").read_text())["step"]
+    assert 0 < steps < 100000
+    assert f"time is up: saving and stopping at step {steps}" in capsys.readouterr().out
+    train(recipe, "r", f"schedule.max_steps={steps + 1}")
+    assert rows(run)[-1]["step"] == steps + 1
+
+
+def test_a_resumed_run_may_not_change_what_decides_its_weights(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(recipe, "r", "schedule.max_steps=1")
+    assert main(["--config", str(recipe), "lag.max=2"]) == 2
+    assert (
+        capsys.readouterr()
+        .err.strip()
+        .endswith("error: lag.max=2, but run 'r' was started with 3: give it another run.name, or the former value")
+    )
+    assert main(["--config", str(recipe), "run.resume=never"]) == 2
+    assert main(["--config", str(recipe), "schedule.save_every=1", "schedule.max_steps=2"]) == 0
+
+
+def test_two_processes_never_share_a_run_folder(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(recipe, "r", "schedule.max_steps=1")
+    with checkpoints_module.lock_folder(run):
+        assert main(["--config", str(recipe)]) == 2
+    assert "is in use by another process" in capsys.readouterr().err
+    train(recipe, "r", "schedule.max_steps=2")
+
+
+def test_damaged_resume_state_is_a_users_error(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = train(recipe, "r", "schedule.max_steps=1")
+    state = run / "checkpoints/latest/state.safetensors"
+    state.write_bytes(state.read_bytes()[:-100])
+    assert main(["--config", str(recipe)]) == 2
+    assert "state.safetensors is damaged" in capsys.readouterr().err
+
+
+def test_a_run_records_its_command_versions_settings_and_evaluations(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(
+        recipe, "r", "evaluation.prompts=3", "evaluation.new_tokens=12", "schedule.eval_every=3", "optim.lr=0.002"
+    )
+    record = yaml.safe_load((run / "run.yaml").read_text())
+    assert "optim.lr=0.002" in record["command"]
+    assert record["settings"]["optim"]["lr"] == 0.002
+    assert {"torch", "transformers"} <= record["versions"].keys()
+    evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in evaluations] == [3, 6]
+    total = evaluations[-1]["buckets"]["all"]
+    assert total["prompts"] == 3
+    assert total["tau"] == pytest.approx(total["tau_without_bonus"] + 1)
+    assert len(total["reached_depth"]) == 3
+    assert "eval step 6" in capsys.readouterr().out
+    again = yaml.safe_dump(record["settings"])
+    (recipe.parent / "again.yaml").write_text(again)
+    assert main(["--config", str(recipe.parent / "again.yaml"), "--plan"]) == 0
+
+
+def test_wandb_offline_gets_the_metrics(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    run = train(recipe, "r", "tracking.wandb=auto", "schedule.max_steps=2")
+    assert list((run / "wandb").glob("offline-run-*/*.wandb"))
