@@ -30,19 +30,23 @@ def dense_attention(
     q_KRD = q_THD.view(rows, kv_heads, group, size).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, size)
     k_KDN = k_NKD.permute(1, 2, 0)
     v_KND = v_NKD.transpose(0, 1)
-    if visible_TN is not None:
-        # A key that no row reads may hold anything: zero times NaN is NaN, so take such keys out.
-        read_N = visible_TN.any(0)
-        if not bool(read_N.all()):
-            k_KDN = k_KDN.masked_fill(~read_N, 0)
-            v_KND = v_KND.masked_fill(~read_N[:, None], 0)
-    score_KRN = torch.matmul(q_KRD, k_KDN).to(work) * scale
-    if visible_TN is not None:
-        score_KRN = score_KRN.masked_fill(~visible_TN.repeat(group, 1), float("-inf"))
+    # Scores are float32 or wider: rounded to bfloat16 a sharp one is off by tenths, and float16 overflows before the scale.
+    score_KRN = torch.matmul(q_KRD.to(work), k_KDN.to(work)) * scale
+    hidden_RN = None if visible_TN is None else ~visible_TN.repeat(group, 1)
+    if hidden_RN is not None:
+        score_KRN = score_KRN.masked_fill(hidden_RN, float("-inf"))
     lse_KR = torch.logsumexp(score_KRN, -1)
     # A row without keys has log-sum-exp -inf; exp(-inf - 0) = 0 leaves zeros where -inf - -inf would leave NaN.
     weight_KRN = torch.exp(score_KRN - torch.where(torch.isneginf(lse_KR), 0.0, lse_KR)[..., None])
+    broken_KN = None
+    if hidden_RN is not None and not bool(v_KND.isfinite().all()):
+        # Zero times NaN is NaN: such values are taken out, and shown only to the rows that read them.
+        broken_KN = ~v_KND.isfinite().all(-1)
+        v_KND = v_KND.masked_fill(broken_KN[..., None], 0)
     out_KRD = torch.matmul(weight_KRN.to(v_KND.dtype), v_KND)
+    if broken_KN is not None:
+        touched_KR = (broken_KN[:, None] & ~hidden_RN).any(-1)
+        out_KRD = out_KRD.masked_fill(touched_KR[..., None], float("nan"))
     out_THD = out_KRD.view(kv_heads, group, rows, size).permute(2, 0, 1, 3).reshape(rows, heads, size)
     lse_TH = lse_KR.view(kv_heads, group, rows).permute(2, 0, 1).reshape(rows, heads)
     return out_THD.to(q_THD.dtype), lse_TH

@@ -22,6 +22,6 @@ def merge_attention(out_PTHD: torch.Tensor, lse_PTH: torch.Tensor) -> tuple[torc
     weight_PTH = torch.exp(lse_PTH - top_TH)
     total_TH = weight_PTH.sum(0)
     share_PTH = weight_PTH / total_TH.clamp_min(torch.finfo(total_TH.dtype).tiny)
-    # A part without keys has weight zero, and zero times whatever it holds must stay zero.
-    parts = torch.where(share_PTH[..., None] > 0, out_PTHD.to(lse_PTH.dtype) * share_PTH[..., None], 0.0)
+    # A part without keys has weight zero, and zero times whatever it holds must stay zero; a NaN weight stays visible.
+    parts = torch.where(share_PTH[..., None] != 0, out_PTHD.to(lse_PTH.dtype) * share_PTH[..., None], 0.0)
     return parts.sum(0).to(out_PTHD.dtype), torch.log(total_TH) + top_TH
