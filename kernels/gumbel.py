@@ -1,7 +1,8 @@
 """Sampling by shared noise: ``argmax(log p + G(seed, position, token))`` with counter-based Gumbel noise.
 
 The noise is that of SGLang's seeded sampler (a 32-bit murmur hash of seed, position and token id), so plain seeded decoding
-and every draft and verification draw the same. Legend: N rows, V vocabulary.
+and every draft and verification draw the same, but for one hash in 2^32: see :func:`_noisy_argmax`.
+Legend: N rows, V vocabulary.
 """
 
 import torch
@@ -30,12 +31,21 @@ def murmur_hash(seed_N: torch.Tensor, position_N: torch.Tensor, vocab: int) -> t
     return h_NV ^ (h_NV >> 16)
 
 
-def torch_gumbel_argmax(logprob_NV: torch.Tensor, seed_N: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
-    """The torch twin of :func:`gumbel_argmax`."""
-    uniform_NV = murmur_hash(seed_N, position_N.long(), logprob_NV.shape[1]).to(torch.float64) / MASK
+def _noisy_argmax(logprob_NV: torch.Tensor, hash_NV: torch.Tensor) -> torch.Tensor:
+    """Argmax under the noise of these hashes.
+
+    The largest hash takes the noise of the one below it. The seeded sampler makes infinite noise of it, so that once in
+    2^32 / V draws (30,000 at a vocabulary of 128K) it returns that token whatever its probability, zero included.
+    """
+    uniform_NV = hash_NV.to(torch.float64).div_(MASK).clamp_(max=(MASK - 1) / MASK)
     # log(0) is clamped so that a hash of zero gives a finite, very small noise; this is what the seeded sampler does.
     negative_log_NV = uniform_NV.log_().clamp_(min=torch.finfo(torch.float64).min).neg_()
     return (logprob_NV.to(torch.float64) - negative_log_NV.log_()).argmax(1)
+
+
+def torch_gumbel_argmax(logprob_NV: torch.Tensor, seed_N: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
+    """The torch twin of :func:`gumbel_argmax`."""
+    return _noisy_argmax(logprob_NV, murmur_hash(seed_N, position_N.long(), logprob_NV.shape[1]))
 
 
 def gumbel_argmax(logprob_NV: torch.Tensor, seed_N: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
@@ -50,7 +60,8 @@ def gumbel_argmax(logprob_NV: torch.Tensor, seed_N: torch.Tensor, position_N: to
         int64 token ids ``[N]``.
     """
     if logprob_NV.is_cuda:
-        from sglang.srt.layers.sampler import multinomial_with_seed
+        from sglang.srt.layers.utils.hash import murmur_hash32
 
-        return multinomial_with_seed(logprob_NV, seed_N, position_N).view(-1)
+        token_V = torch.arange(logprob_NV.shape[1], device=logprob_NV.device)
+        return _noisy_argmax(logprob_NV, murmur_hash32(seed_N.to(torch.uint64), position_N, token_V))
     return torch_gumbel_argmax(logprob_NV, seed_N, position_N)
