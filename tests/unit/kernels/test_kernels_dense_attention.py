@@ -47,7 +47,8 @@ def test_a_row_that_sees_nothing_is_zero_with_log_sum_exp_minus_infinity() -> No
     mask = torch.ones(3, 4, dtype=torch.bool)
     mask[1] = False
     out, lse = dense_attention(q, k, v, 1.0, mask)
-    assert (out[1] == 0).all() and torch.isneginf(lse[1]).all()
+    assert (out[1] == 0).all()
+    assert torch.isneginf(lse[1]).all()
     alone, _ = dense_attention(q[[0, 2]], k, v, 1.0)
     torch.testing.assert_close(out[[0, 2]], alone)
 
@@ -59,7 +60,8 @@ def test_huge_logits_stay_finite(dtype: torch.dtype, sign: int) -> None:
     q, k, v = (x.to(dtype) for x in inputs(2, 3, 2, 1, 128))
     q[:], k[:] = sign * 30.0, 29.5
     out, lse = dense_attention(q, k, v, 128**-0.5)
-    assert out.isfinite().all() and lse.isfinite().all()
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
     assert abs(lse).min() > 9e3
     torch.testing.assert_close(out.double(), v.double().mean(0).expand(2, 2, 128), rtol=1e-2, atol=1e-2)
 
@@ -82,7 +84,8 @@ def test_a_masked_key_changes_nothing_even_where_another_row_reads_it(poison: fl
     before, before_lse = dense_attention(q, k, v, 0.25, mask)
     k[3], v[3] = poison, poison
     after, after_lse = dense_attention(q, k, v, 0.25, mask)
-    assert torch.equal(before[:3], after[:3]) and torch.equal(before_lse[:3], after_lse[:3])
+    assert torch.equal(before[:3], after[:3])
+    assert torch.equal(before_lse[:3], after_lse[:3])
     if poison != 1e9:
         assert not after[3].isfinite().all(), "the row that reads the poison shows it instead of hiding it"
 

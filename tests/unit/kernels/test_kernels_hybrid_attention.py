@@ -59,7 +59,8 @@ def test_the_tree_part_is_the_request_alone() -> None:
     for b in range(3):
         rows = case.plan.rows_of(b)
         alone = dense_attention(case.q[rows], case.k[rows], case.v[rows], case.scale, case.masks[b])
-        assert torch.equal(together[0][rows], alone[0]) and torch.equal(together[1][rows], alone[1])
+        assert torch.equal(together[0][rows], alone[0])
+        assert torch.equal(together[1][rows], alone[1])
 
 
 def test_a_poisoned_sibling_changes_no_other_branch() -> None:
@@ -69,7 +70,8 @@ def test_a_poisoned_sibling_changes_no_other_branch() -> None:
     before = hybrid(case, [mask])
     case.k[2], case.v[2] = float("nan"), float("nan")
     after = hybrid(case, [mask])
-    assert torch.equal(before[:2], after[:2]) and after[2].isnan().all()
+    assert torch.equal(before[:2], after[:2])
+    assert after[2].isnan().all()
 
 
 def test_scattered_reversed_and_consecutive_pages_read_the_same() -> None:
@@ -85,7 +87,8 @@ def test_scattered_reversed_and_consecutive_pages_read_the_same() -> None:
     straight = attend(k, v, torch.arange(5, 17))
     shuffled = attend(k[order], v[order], where[5:17])
     backwards = attend(k, v, torch.arange(16, 4, -1))
-    assert torch.equal(straight[0], shuffled[0]) and torch.equal(straight[1], shuffled[1])
+    assert torch.equal(straight[0], shuffled[0])
+    assert torch.equal(straight[1], shuffled[1])
     torch.testing.assert_close(straight[0], backwards[0])
     torch.testing.assert_close(straight[1], backwards[1])
 
@@ -103,8 +106,10 @@ def test_gather_slots_views_a_run_and_copies_anything_else() -> None:
 def test_the_prefix_part_of_an_empty_prefix_is_zero_and_minus_infinity() -> None:
     case = make_case([0, 5], [2, 1], seed=1)
     out, lse = prefix_attention(case.q, case.k_cache, case.v_cache, case.plan, case.scale, "torch")
-    assert (out[:2] == 0).all() and torch.isneginf(lse[:2]).all()
-    assert out[2].isfinite().all() and lse[2].isfinite().all()
+    assert (out[:2] == 0).all()
+    assert torch.isneginf(lse[:2]).all()
+    assert out[2].isfinite().all()
+    assert lse[2].isfinite().all()
 
 
 def test_ancestor_mask_follows_the_parents() -> None:
@@ -136,8 +141,11 @@ def test_bad_trees_and_plans_are_refused() -> None:
 def test_a_plan_knows_its_rows() -> None:
     plan = AttentionPlan.build(torch.zeros(3, 9, dtype=torch.int64), [2, 0, 9], [1, 4, 0])
     assert [plan.rows_of(b) for b in range(3)] == [slice(0, 1), slice(1, 5), slice(5, 5)]
-    assert plan.max_rows == 4 and len(plan) == 3 and plan.pages_BW.dtype == torch.int32
-    assert plan.lens_B.tolist() == [2, 0, 9] and plan.cu_rows_B1.tolist() == [0, 1, 5, 5]
+    assert plan.max_rows == 4
+    assert len(plan) == 3
+    assert plan.pages_BW.dtype == torch.int32
+    assert plan.lens_B.tolist() == [2, 0, 9]
+    assert plan.cu_rows_B1.tolist() == [0, 1, 5, 5]
 
 
 def test_a_cpu_reads_with_torch() -> None:

@@ -29,7 +29,8 @@ def test_value_gradient_and_hits_equal_the_plain_loss(rows: int, chunk: int, see
     logits = plain @ weight.t()
     want = cross_entropy(logits, label, reduction="sum", ignore_index=IGNORED)
     (want * 0.37).backward()
-    assert hidden.grad is not None and plain.grad is not None
+    assert hidden.grad is not None
+    assert plain.grad is not None
     torch.testing.assert_close(loss, want.detach())
     torch.testing.assert_close(hidden.grad, plain.grad, rtol=1e-4, atol=1e-5)
     assert (hidden.grad[ignored] == 0).all()
@@ -40,8 +41,10 @@ def test_nothing_supervised_is_no_loss_and_no_gradient() -> None:
     hidden, weight, label = case(4, [0, 1, 2, 3])
     loss, correct = linear_cross_entropy(hidden, weight, label)
     loss.backward()
-    assert loss.item() == 0 and int(correct) == 0
-    assert hidden.grad is not None and (hidden.grad == 0).all()
+    assert loss.item() == 0
+    assert int(correct) == 0
+    assert hidden.grad is not None
+    assert (hidden.grad == 0).all()
 
 
 def test_the_head_gets_no_gradient_and_stays_as_it_is() -> None:
@@ -49,7 +52,8 @@ def test_the_head_gets_no_gradient_and_stays_as_it_is() -> None:
     hidden, weight, label = case(5, [])
     head, before = weight.requires_grad_(), weight.detach().clone()
     linear_cross_entropy(hidden, head, label)[0].backward()
-    assert head.grad is None and torch.equal(head, before)
+    assert head.grad is None
+    assert torch.equal(head, before)
 
 
 def test_poison_in_ignored_rows_never_shows() -> None:
@@ -60,7 +64,8 @@ def test_poison_in_ignored_rows_never_shows() -> None:
     loss, _ = linear_cross_entropy(hidden, weight, label)
     loss.backward()
     assert torch.equal(loss, clean)
-    assert hidden.grad is not None and hidden.grad.isfinite().all()
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("factor", [1.0, 1e4])
@@ -68,7 +73,9 @@ def test_huge_logits_give_a_finite_loss_and_gradient(factor: float) -> None:
     hidden, weight, label = case(6, [])
     loss, _ = linear_cross_entropy(hidden * factor, weight, label)
     loss.backward()
-    assert loss.isfinite() and hidden.grad is not None and hidden.grad.isfinite().all()
+    assert loss.isfinite()
+    assert hidden.grad is not None
+    assert hidden.grad.isfinite().all()
 
 
 def test_bfloat16_rows_sum_their_loss_in_float32() -> None:

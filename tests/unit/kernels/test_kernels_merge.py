@@ -49,7 +49,8 @@ def test_order_and_grouping_do_not_matter() -> None:
 
 def test_all_parts_empty_gives_zero_and_minus_infinity() -> None:
     out, lse = merge_attention(torch.zeros(3, 2, 2, 4), torch.full((3, 2, 2), float("-inf")))
-    assert (out == 0).all() and torch.isneginf(lse).all()
+    assert (out == 0).all()
+    assert torch.isneginf(lse).all()
 
 
 def test_an_empty_part_leaves_the_other_bitwise_unchanged_whatever_it_holds() -> None:
@@ -59,7 +60,8 @@ def test_an_empty_part_leaves_the_other_bitwise_unchanged_whatever_it_holds() ->
         empty = torch.full((2, 3, 4), junk), torch.full((2, 3), float("-inf"))
         for parts in ([kept, empty], [empty, kept]):
             out, lse = merged(parts)
-            assert torch.equal(out, kept[0]) and torch.equal(lse, kept[1])
+            assert torch.equal(out, kept[0])
+            assert torch.equal(lse, kept[1])
 
 
 def test_huge_log_sum_exps_stay_finite_and_the_larger_part_wins() -> None:
@@ -67,18 +69,21 @@ def test_huge_log_sum_exps_stay_finite_and_the_larger_part_wins() -> None:
     outs = torch.stack([torch.full((1, 1, 2), 1.0), torch.full((1, 1, 2), 3.0)])
     for lses, want in (([1e4, -1e4], 1.0), ([-1e4, 1e4], 3.0), ([1e4, 1e4], 2.0), ([-1e4, -1e4], 2.0)):
         out, lse = merge_attention(outs, torch.tensor(lses).view(2, 1, 1))
-        assert torch.allclose(out, torch.full_like(out, want)) and lse.isfinite().all()
+        assert torch.allclose(out, torch.full_like(out, want))
+        assert lse.isfinite().all()
 
 
 def test_half_precision_parts_merge_in_the_log_sum_exps_precision() -> None:
     """Weights of 1 / 3 and 2 / 3 in bfloat16 would miss the mean by half a percent."""
     outs = torch.tensor([1.0, 4.0], dtype=torch.bfloat16).view(2, 1, 1, 1)
     out, lse = merge_attention(outs, torch.tensor([1.0, 2.0]).log().view(2, 1, 1))
-    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert out.dtype == torch.bfloat16
+    assert lse.dtype == torch.float32
     assert out.item() == 3.0
 
 
 def test_a_broken_part_shows_instead_of_turning_into_zeros() -> None:
     whole = torch.ones(1, 1, 2), torch.zeros(1, 1)
     out, lse = merged([whole, (torch.full((1, 1, 2), float("nan")), torch.full((1, 1), float("nan")))])
-    assert out.isnan().all() and lse.isnan().all()
+    assert out.isnan().all()
+    assert lse.isnan().all()
