@@ -1,0 +1,34 @@
+"""Real SGLang servers on the CPU, one of a kind a session: plain and with LONGDRAFT, over a tiny random target."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server_process import SPECULATIVE, STRICT, ServerProcess
+from tiny import tiny_model
+from tiny_draft import train_tiny_draft
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("llama", tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_tiny_draft(tiny_target, tmp_path_factory.mktemp("draft") / "draft", steps=45)
+
+
+@pytest.fixture(scope="session")
+def plain(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """SGLang without speculation."""
+    with ServerProcess(tiny_target, [], tmp_path_factory.mktemp("plain") / "log") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def drafted(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """SGLang with LONGDRAFT and a LongSpec draft; every step checks that no cache slot is lost."""
+    arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(tiny_draft), "--enable-metrics"]
+    with ServerProcess(tiny_target, arguments, tmp_path_factory.mktemp("drafted") / "log", STRICT) as server:
+        yield server

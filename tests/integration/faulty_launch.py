@@ -1,0 +1,41 @@
+"""python faulty_launch.py [SGLang arguments]: the server with a drafter that raises now and then and one failing verification.
+
+The scheduler process imports this file again, so the patches below are in force there.
+"""
+
+import sys
+from typing import Any
+
+from longdraft.serve.drafters import longspec
+from longdraft.serve.sampling import target_choice as choices
+
+calls = {"propose": 0, "choice": 0}
+propose, process = longspec.LongSpecDrafter.propose, choices.process_logits
+
+
+def sometimes_raising(self: Any, requests: Any, pick: Any) -> Any:
+    calls["propose"] += 1
+    if calls["propose"] % 3 == 0:
+        raise RuntimeError("planted: the drafter fails")
+    return propose(self, requests, pick)
+
+
+def once_raising(logits: Any, reqs: Any, drafts: Any) -> Any:
+    calls["choice"] += 1
+    if calls["choice"] % 7 == 0 and any(drafts):
+        raise RuntimeError("planted: a drafted verification fails")
+    if any(r.sampling_params.max_new_tokens == 31 and len(r.output_ids) >= 5 for r in reqs):
+        raise RuntimeError("planted: every verification of this request fails")
+    return process(logits, reqs, drafts)
+
+
+longspec.LongSpecDrafter.propose = sometimes_raising  # type: ignore[method-assign]
+choices.process_logits = once_raising
+
+if __name__ == "__main__":
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    run_server(prepare_server_args(sys.argv[1:]))

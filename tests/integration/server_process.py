@@ -1,0 +1,164 @@
+"""A real SGLang server process on the CPU for tests: ``with ServerProcess(model, [...]) as server: server.generate(...)``."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+CPU_ARGUMENTS = (
+    "--device cpu --dtype float32 --attention-backend torch_native --disable-overlap-schedule --skip-server-warmup "
+    "--sleep-on-idle --max-running-requests 8 --chunked-prefill-size 512 --log-level info"
+).split()
+
+SPECULATIVE = ["--speculative-algorithm", "LONGDRAFT", "--speculative-num-steps", "4"]
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+
+
+def free_port() -> int:
+    """A free port; SGLang derives another one 10,000 above it."""
+    while True:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = int(s.getsockname()[1])
+        if port < 55_000:
+            return port
+
+
+class HttpError(Exception):
+    """An answer that is not 200."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"HTTP {status}: {text}")
+        self.status, self.text = status, text
+
+
+class ServerProcess:
+    """SGLang on a free port, up when the constructor's context is entered, its whole process group ended on exit."""
+
+    def __init__(
+        self,
+        model: Path,
+        arguments: Sequence[str],
+        log: Path,
+        environment: dict[str, str] | None = None,
+        max_total_tokens: int = 40000,
+    ) -> None:
+        self.port, self.log = free_port(), log
+        self.command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(self.port)]
+        self.command += [*CPU_ARGUMENTS, "--max-total-tokens", str(max_total_tokens), *arguments]
+        threads = os.environ.get("OMP_NUM_THREADS", "2")
+        self.environment = {
+            **os.environ,
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_PLUGINS": "longdraft",
+            "OMP_NUM_THREADS": threads,
+            **(environment or {}),
+        }
+
+    def start(self) -> None:
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                self.command, env=self.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait_until_up(self, seconds: float = 240) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"server ended with {self.process.returncode}:\n{self.tail()}")
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+                    return
+            except OSError:
+                time.sleep(0.25)
+        raise TimeoutError(f"server is not up after {seconds} s:\n{self.tail()}")
+
+    def __enter__(self) -> "ServerProcess":
+        self.start()
+        try:
+            self.wait_until_up()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def post(self, path: str, body: dict[str, Any], timeout: float = 300) -> Any:
+        """JSON answer of a POST, or :class:`HttpError`."""
+        with self.open(path, body, timeout) as reply:
+            return json.load(reply)
+
+    def open(self, path: str, body: dict[str, Any], timeout: float = 300) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        try:
+            return urllib.request.urlopen(request, timeout=timeout)
+        except urllib.error.HTTPError as error:
+            raise HttpError(error.code, error.read().decode(errors="replace")) from None
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as reply:
+            return str(reply.read().decode())
+
+    def generate(self, ids: Sequence[int], params: dict[str, Any] | None = None, **body: Any) -> dict[str, Any]:
+        """SGLang's native answer for a prompt of token ids; greedy unless ``params`` say otherwise."""
+        sampling = {"temperature": 0, "max_new_tokens": 32, **(params or {})}
+        answer: dict[str, Any] = self.post("/generate", {"input_ids": list(ids), "sampling_params": sampling, **body})
+        return answer
+
+    def stream(self, ids: Sequence[int], params: dict[str, Any] | None = None, **body: Any) -> Iterator[dict[str, Any]]:
+        """Chunks of a streamed answer; closing the iterator drops the connection."""
+        sampling = {"temperature": 0, "max_new_tokens": 32, **(params or {})}
+        with self.open("/generate", {"input_ids": list(ids), "sampling_params": sampling, "stream": True, **body}) as reply:
+            for line in reply:
+                text = line.decode().strip()
+                if text.startswith("data: ") and text != "data: [DONE]":
+                    yield json.loads(text[6:])
+
+    def idle_slots(self) -> int:
+        """Free plus evictable cache slots once nothing runs (needs ``--enable-metrics``)."""
+        want = ("sglang:kv_available_tokens", "sglang:kv_evictable_tokens", "sglang:kv_used_tokens")
+        for _ in range(150):
+            found = {
+                line.split("{")[0]: float(line.rsplit(" ", 1)[1])
+                for line in self.get("/metrics").splitlines()
+                if line.startswith(want)
+            }
+            if len(found) == 3 and found[want[2]] == 0:
+                return int(found[want[0]] + found[want[1]])
+            time.sleep(0.2)
+        raise TimeoutError(f"the server is still busy: {found}")
+
+
+def tokens(answer: dict[str, Any]) -> list[int]:
+    return list(answer["output_ids"])
+
+
+def counters(answer: dict[str, Any]) -> dict[str, Any]:
+    """Our totals of a finished request."""
+    return dict(answer["meta_info"]["longdraft"][-1])
