@@ -1,12 +1,10 @@
 """``LONGDRAFT`` as SGLang's speculative algorithm: its answers to SGLang's questions and what it makes of the arguments."""
 
-import sys
 from typing import Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from longdraft.errors import UserError
-from longdraft.serve.checks import check_server_args
+from longdraft.serve.checks import check_server_args, exit_on_user_error
 
 DEFAULT_STEPS = 4
 DEFAULT_RUNNING_REQUESTS = 48
@@ -44,8 +42,4 @@ class LongDraftAlgorithm(CustomSpecAlgo):
 
 def validate_server_args(server_args: Any) -> None:
     """Refuse what cannot be served, in one line, before anything is loaded."""
-    try:
-        check_server_args(server_args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+    exit_on_user_error(lambda: check_server_args(server_args))

@@ -1,5 +1,7 @@
 """Start-up checks: what cannot be served right is refused before any weight is loaded, in a line that names the remedy."""
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from longdraft.draft_models.checkpoint import check_draft, read_config
@@ -32,6 +34,15 @@ REQUIRED_ONE = {
     "page_size": "page lists hold single slots",
     "speculative_eagle_topk": "drafts are chains",
 }
+
+
+def exit_on_user_error(check: Callable[[], object]) -> None:
+    """Run a check in the launching process; what it refuses ends the process with one line and status 2."""
+    try:
+        check()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
 
 
 def check_server_args(server_args: Any) -> None:

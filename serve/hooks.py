@@ -11,7 +11,9 @@ import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch.nn.functional import scaled_dot_product_attention
 
+from longdraft.draft_models.checkpoint import read_config
 from longdraft.kernels.prefix_attention import gather_slots
+from longdraft.serve.checks import exit_on_user_error
 from longdraft.serve.settings import request_settings
 
 
@@ -20,10 +22,14 @@ def check_request(self: Any, *args: Any, **kwargs: Any) -> None:
     request_settings(self.custom_params)
 
 
-def one_branch(self: Any, *args: Any, **kwargs: Any) -> None:
-    """SGLang picks FlashAttention-3 for chains only, and looks before the algorithm's own defaults are set."""
-    if (self.speculative_algorithm or "").upper() == "LONGDRAFT" and self.speculative_eagle_topk is None:
+def early_arguments(self: Any, *args: Any, **kwargs: Any) -> None:
+    """What SGLang looks at before it asks the algorithm: the branches (FlashAttention-3 is for chains) and the draft's config."""
+    if (self.speculative_algorithm or "").upper() != "LONGDRAFT":
+        return
+    if self.speculative_eagle_topk is None:
         self.speculative_eagle_topk = 1
+    if self.speculative_draft_model_path is not None:
+        exit_on_user_error(lambda: read_config(self.speculative_draft_model_path))
 
 
 def no_copy_kernels(self: Any) -> None:
@@ -77,7 +83,7 @@ def mask_on_cpu(original: Any, *args: Any, **kwargs: Any) -> None:
 
 HOOKS: list[tuple[str, Any, HookType]] = [
     ("sglang.srt.sampling.sampling_params.SamplingParams.verify", check_request, HookType.BEFORE),
-    ("sglang.srt.server_args.ServerArgs._handle_attention_backend_compatibility", one_branch, HookType.BEFORE),
+    ("sglang.srt.server_args.ServerArgs._handle_missing_default_values", early_arguments, HookType.BEFORE),
 ]
 CPU_HOOKS: list[tuple[str, Any, HookType]] = [
     ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", no_copy_kernels, HookType.REPLACE),

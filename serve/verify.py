@@ -11,35 +11,53 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
 from longdraft.kernels.plan import AttentionPlan
+from longdraft.serve.sampling.target_choice import target_choice
 from longdraft.serve.spec_inputs import VerifyInput
+from longdraft.serve.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class Verification:
-    """Target logits behind every new token, and the tokens' positions."""
+class Verified:
+    """The target's choice and processed float32 logits behind every new token; request i owns rows ``cu[i] .. cu[i + 1]``."""
 
+    choice_T: torch.Tensor
     logits_TV: torch.Tensor
-    position_T: torch.Tensor
-    cu_rows: list[int]
+    cu: list[int]
+
+    def choices(self) -> list[list[int]]:
+        """Choices of each request, on the host."""
+        chosen = self.choice_T.tolist()
+        return [chosen[a:b] for a, b in zip(self.cu, self.cu[1:], strict=False)]
+
+    @staticmethod
+    def join(parts: list["Verified"]) -> "Verified":
+        """Verifications of consecutive requests as one."""
+        cu = [0]
+        for part in parts:
+            cu += [cu[-1] + end for end in part.cu[1:]]
+        return Verified(torch.cat([p.choice_T for p in parts]), torch.cat([p.logits_TV for p in parts]), cu)
 
 
-def verify_chains(target_worker: Any, batch: ScheduleBatch, chains: list[list[int]], lengths: list[int]) -> Verification:
-    """Run the target over each request's newest token and drafts; their keys and values go to the reserved slots.
+def verify(target_worker: Any, batch: ScheduleBatch, members: list[int], drafts: list[list[int]]) -> Verified:
+    """Run the target over the newest token and the drafts of some requests; keys and values go to their reserved slots.
 
     Args:
         target_worker: SGLang's target worker.
         batch: the running batch; its page table has slots for the new tokens.
-        chains: newest token and drafts of each request, ragged.
-        lengths: cached tokens of each request, all exact.
+        members: indices of the requests to verify.
+        drafts: their drafted tokens, ragged; everything cached before them is exact.
     """
     device = batch.seq_lens.device
+    reqs = [batch.reqs[i] for i in members]
+    lengths = [Tokens(r).cached for r in reqs]
+    chains = [[Tokens(r).newest, *d] for r, d in zip(reqs, drafts, strict=True)]
     widths = [len(c) for c in chains]
-    rows_B = batch.req_pool_indices
+    rows_B = batch.req_pool_indices[torch.tensor(members, device=device)]
     table = batch.req_to_token_pool.req_to_token
     pages_BW = table[rows_B, : max(n + w for n, w in zip(lengths, widths, strict=True))]
     plan = AttentionPlan.build(pages_BW, lengths, widths)
     positions = [p for n, w in zip(lengths, widths, strict=True) for p in range(n, n + w)]
-    owner_T = torch.repeat_interleave(torch.arange(len(chains), device=device), torch.tensor(widths, device=device))
+    owner_T = torch.tensor([b for b, w in enumerate(widths) for _ in range(w)], device=device)
     position_T = torch.tensor(positions, dtype=torch.int64, device=device)
     seq_lens = torch.tensor(lengths, dtype=torch.int64, device=device)
     forward = ForwardBatch(
@@ -57,8 +75,9 @@ def verify_chains(target_worker: Any, batch: ScheduleBatch, chains: list[list[in
         spec_info=VerifyInput(plan),
         capture_hidden_mode=CaptureHiddenMode.NULL,
         sampling_info=batch.sampling_info,
-        rids=[r.rid for r in batch.reqs],
-        lora_ids=[None] * len(chains),
+        rids=[r.rid for r in reqs],
+        lora_ids=[None] * len(chains),  # type: ignore[list-item]
     )
     result = target_worker.forward_batch_generation(batch=None, forward_batch=forward, is_verify=True)
-    return Verification(result.logits_output.next_token_logits, position_T, plan.cu_rows)
+    choice_T, logits_TV = target_choice(result.logits_output.next_token_logits, reqs, drafts, position_T)
+    return Verified(choice_T, logits_TV, plan.cu_rows)

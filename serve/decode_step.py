@@ -1,0 +1,156 @@
+"""One scheduler step of mode ``full``: draft, verify on the whole cache, keep what the target chose itself.
+
+Legend: B requests, T new tokens of all requests, V vocabulary.
+"""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.layers.utils.logprob import compute_spec_v2_logprobs
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from longdraft.draft_models.acceptance import accepted_drafts
+from longdraft.serve import stats
+from longdraft.serve.drafters.base import Drafter, DraftRequest
+from longdraft.serve.emission import emitted, room
+from longdraft.serve.sampling.rows import RowParams
+from longdraft.serve.settings import ServeSettings, request_settings
+from longdraft.serve.simulate import forced_acceptance
+from longdraft.serve.spec_inputs import DraftInput
+from longdraft.serve.tokens import Tokens
+from longdraft.serve.verify import Verified, verify
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeStep:
+    """Drafts and verifies a batch. Whatever fails costs the requests it touches their drafts, or ends them; never the server."""
+
+    def __init__(self, target_worker: Any, drafter: Drafter, settings: ServeSettings, stride: int) -> None:
+        self.target_worker = target_worker
+        self.drafter = drafter
+        self.settings = settings
+        self.stride = stride
+        self.vocab: int = target_worker.model_runner.model_config.vocab_size
+
+    def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Every request of the batch gains at least one token."""
+        drafts = self._propose(batch)
+        everyone = list(range(len(batch.reqs)))
+        try:
+            seen = verify(self.target_worker, batch, everyone, drafts)
+        except Exception:
+            logger.exception("longdraft: a verification failed, its requests are verified one by one without drafts")
+            drafts = [[] for _ in everyone]
+            seen = Verified.join([self._verify_alone(batch, i) for i in everyone])
+        runs = self._keep(batch, drafts, seen)
+        return self._result(batch, runs, seen)
+
+    def _propose(self, batch: ScheduleBatch) -> list[list[int]]:
+        """Draft tokens of each request; a drafter that fails costs its requests nothing but speed."""
+        drafts: list[list[int]] = [[] for _ in batch.reqs]
+        wanting: dict[int, DraftRequest] = {}
+        for index, req in enumerate(batch.reqs):
+            mode = request_settings(own_params(req)).mode or self.settings.mode
+            stats.attach(req, mode)
+            tokens = Tokens(req)
+            limit = min(self.stride - 1, room(req) - 1, req.kv_allocated_len - tokens.cached - 1)
+            if mode == "full" and limit > 0:
+                pages = batch.req_to_token_pool.req_to_token[req.req_pool_idx, : tokens.cached]
+                wanting[index] = DraftRequest(req.rid, tokens, pages, limit)
+        if not wanting:
+            return drafts
+        members = [batch.reqs[index] for index in wanting]
+        params = RowParams.build(members, [1] * len(members), batch.seq_lens.device)
+        try:
+            proposed = self.drafter.propose(list(wanting.values()), params.choose)
+        except Exception:
+            logger.exception("longdraft: the drafter failed, its requests go on without drafts for this step")
+            self.drafter.clear()
+            for req in members:
+                stats.attach(req, "full").failures += 1
+            return drafts
+        for index, ids in zip(wanting, proposed, strict=True):
+            drafts[index] = [min(max(i, 0), self.vocab - 1) for i in ids]
+        return drafts
+
+    def _verify_alone(self, batch: ScheduleBatch, index: int) -> Verified:
+        """Plain decoding of one request; if even that fails, the request ends with an error."""
+        try:
+            return verify(self.target_worker, batch, [index], [[]])
+        except Exception:
+            req = batch.reqs[index]
+            logger.exception("longdraft: request %s cannot be verified and is aborted", req.rid)
+            message = "longdraft could not verify this request: see the server's log"
+            req.to_finish = FINISH_ABORT(message, 500, "InternalServerError")
+            device = batch.seq_lens.device
+            last = torch.tensor([Tokens(req).newest], device=device)
+            return Verified(last, torch.zeros(1, self.vocab, device=device), [0, 1])
+
+    def _keep(self, batch: ScheduleBatch, drafts: list[list[int]], seen: Verified) -> list[list[int]]:
+        """The run that each request returns now, counted and told to the drafter."""
+        choices = seen.choices()
+        kept = self._kept(drafts, choices)
+        runs = []
+        for req, drafted, choice, count in zip(batch.reqs, drafts, choices, kept, strict=True):
+            run = drafted[:count] + [choice[count]]
+            run = emitted(req, run)
+            counters = stats.attach(req, self.settings.mode)
+            counters.accept.add(len(drafted), min(count, len(run) - 1))
+            counters.rounds += 1
+            if drafted:
+                tokens = Tokens(req)
+                self.drafter.committed(DraftRequest(req.rid, tokens, req.prefix_indices, 0), run)
+            runs.append(run)
+        return runs
+
+    def _kept(self, drafts: list[list[int]], choices: list[list[int]]) -> list[int]:
+        if self.settings.simulate_accept_length is not None:
+            return forced_acceptance([len(d) for d in drafts], self.settings.simulate_accept_length)
+        width = max(len(d) for d in drafts)
+        draft_BK = torch.tensor([d + [-1] * (width - len(d)) for d in drafts], dtype=torch.int64).view(len(drafts), width)
+        choice_BK1 = torch.tensor([c + [-1] * (width + 1 - len(c)) for c in choices])
+        return accepted_drafts(draft_BK, choice_BK1, torch.tensor([len(d) for d in drafts])).tolist()
+
+    def _result(self, batch: ScheduleBatch, runs: list[list[int]], seen: Verified) -> GenerationBatchResult:
+        device = batch.seq_lens.device
+        output = logits_output(seen.logits_TV)
+        if batch.return_logprob:
+            spans = zip(seen.cu, seen.cu[1:], strict=False)
+            index = torch.tensor([[a + min(j, b - a - 1) for j in range(self.stride)] for a, b in spans], device=device)
+            compute_spec_v2_logprobs(batch, output, seen.choice_T, index, self.stride - 1)
+        lens_B = torch.tensor([len(r) for r in runs], device=device)
+        padded = torch.tensor([r + [0] * (self.stride - len(r)) for r in runs], device=device)
+        return GenerationBatchResult(
+            logits_output=output,
+            next_token_ids=padded.view(-1),
+            accept_lens=lens_B,
+            new_seq_lens=batch.seq_lens + lens_B,
+            speculative_num_draft_tokens=self.stride,
+            next_draft_input=DraftInput(),  # type: ignore[arg-type]
+            can_run_cuda_graph=False,
+        )
+
+
+def logits_output(logits_TV: torch.Tensor) -> Any:
+    """What SGLang's result processing reads of a logits output, and no more."""
+    empty = (
+        "next_token_logprobs",
+        "next_token_top_logprobs_val",
+        "next_token_top_logprobs_idx",
+        "next_token_token_ids_logprobs_val",
+        "next_token_token_ids_logprobs_idx",
+        "input_token_logprobs",
+        "hidden_states",
+        "customized_info",
+    )
+    return SimpleNamespace(next_token_logits=logits_TV, **dict.fromkeys(empty))
+
+
+def own_params(req: Any) -> Any:
+    """The request's ``custom_params`` without the entry that SGLang adds for itself."""
+    params = req.sampling_params.custom_params
+    return {k: v for k, v in params.items() if k != "__req__"} if isinstance(params, dict) else params
