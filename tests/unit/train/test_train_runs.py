@@ -16,6 +16,7 @@ from longdraft.train.checkpoints import Checkpoints
 from longdraft.train.config import TargetSettings
 from longdraft.train.long_draft import main
 from longdraft.train.objective import StepLoss
+from longdraft.train.positions import lag_of_step
 from longdraft.train.target import load_target
 
 TEXTS = [
@@ -76,7 +77,24 @@ def test_a_resumed_run_ends_with_the_same_bits(recipe: Path, packing: str) -> No
     assert all(torch.equal(want[key], got[key]) for key in want)
     assert [row["step"] for row in rows(parts)] == list(range(1, 7))
     assert [row["loss"] for row in rows(parts)] == [row["loss"] for row in rows(whole)]
-    assert [row["lag"] for row in rows(parts)] == [row["lag"] for row in rows(whole)]
+    lags = [lag_of_step(step, 1, 3, seed=3) for step in range(1, 7)]
+    assert [row["lag"] for row in rows(parts)] == [row["lag"] for row in rows(whole)] == lags
+    assert len(set(lags)) > 1
+
+
+def test_a_16_bit_draft_keeps_float32_masters_and_resumes_too(recipe: Path) -> None:
+    """A learning rate below bfloat16's step moves the masters; the exported draft is 16 bit."""
+    half = ("engine.dtype=bfloat16", "target.dtype=bfloat16", "optim.lr=1e-6", "optim.weight_decay=0")
+    whole = train(recipe, "whole", *half)
+    train(recipe, "parts", *half, "schedule.max_steps=3")
+    parts = train(recipe, "parts", *half)
+    want, got = final_state(whole), final_state(parts)
+    assert all(torch.equal(want[key], got[key]) for key in want)
+    draft = load_file(whole / "checkpoints/latest/draft/model.safetensors")
+    assert {weight.dtype for weight in draft.values()} == {torch.bfloat16}
+    masters = {name: want[f"master.{name}"] for name in draft}
+    assert all(torch.equal(masters[name].bfloat16(), weight) for name, weight in draft.items())
+    assert any(not torch.equal(masters[name], weight.float()) for name, weight in draft.items())
 
 
 def test_training_lowers_the_loss_and_the_draft_folder_loads(recipe: Path) -> None:
