@@ -113,7 +113,7 @@ def _load_hugging_face(name: str, settings: DataSettings) -> Any:
         return datasets.load_dataset(name, settings.subset, split=settings.split)
     except UserError:
         raise
-    except Exception as error:  # noqa: BLE001 - the library raises its own, the file systems' and the hub's errors
+    except Exception as error:  # the library raises its own, the file systems' and the hub's errors
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"data set {name!r} cannot be loaded ({type(error).__name__}: {reason})") from None
 
@@ -214,7 +214,7 @@ class Renderer:
                     messages, tokenize=False, add_generation_prompt=add_generation_prompt
                 )
             )
-        except Exception as error:  # noqa: BLE001 - templates raise their own errors, for roles in a wrong order and the like
+        except Exception as error:  # templates raise their own, for roles in a wrong order and the like
             raise UserError(f"{where}: the target's chat template refuses the conversation ({error})") from None
 
 
