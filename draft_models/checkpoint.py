@@ -17,6 +17,7 @@ from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.rope import Rotary
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
+from longdraft.schema import validate
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 T = TypeVar("T")
@@ -68,7 +69,11 @@ def save_draft(
         if folder.exists():
             old = work.with_name(work.name + "-old")
             folder.rename(old)
-            work.rename(folder)
+            try:
+                work.rename(folder)
+            except OSError:
+                old.rename(folder)
+                raise
             shutil.rmtree(old)
         else:
             work.rename(folder)
@@ -123,9 +128,9 @@ def check_draft(folder: str | Path, config: dict[str, Any], target: TargetSpec) 
     """
     check_target(config, target, folder)
     try:
-        settings = LongSpecSettings.model_validate(config["longdraft"]["settings"])
-    except ValueError as error:
-        raise CheckpointError(f"{folder}/{CONFIG}: longdraft.settings: {error}") from None
+        settings = validate(LongSpecSettings, config["longdraft"].get("settings"))
+    except UserError as error:
+        raise CheckpointError(f"{folder}/{CONFIG}: longdraft.settings: {error}: export the draft again") from None
     with torch.device("meta"):
         draft = LongSpecDraft(LongSpecConfig(target, settings))
     found, expected = read_shapes(Path(folder) / WEIGHTS), draft.state_dict()
@@ -155,7 +160,9 @@ def check_target(config: dict[str, Any], target: TargetSpec, folder: str | Path)
     for field, want in outer.items():
         if config.get(field) != want:
             raise CheckpointError(f"{folder}/{CONFIG}: {field}={config.get(field)}, the target has {want}: use the draft that was trained for this target")
-    stored = config["longdraft"]["target"]
+    stored = config["longdraft"].get("target")
+    if not isinstance(stored, dict) or not isinstance(stored.get("spec"), dict) or not {"hash", "name"} <= stored.keys():
+        raise CheckpointError(f"{folder}/{CONFIG}: longdraft.target is incomplete: export the draft again")
     if stored["hash"] == target.hash:
         return
     now = json.loads(json.dumps(vars_of(target)))

@@ -36,7 +36,8 @@ class Rotary(torch.nn.Module):
 
     def __init__(self, target: TargetSpec) -> None:
         super().__init__()
-        inverse, self.factor = rotary_frequencies(target)
+        with torch.device("cpu"):  # also where the module is built on the meta device: scaled kinds read what they compute
+            inverse, self.factor = rotary_frequencies(target)
         self.register_buffer("inverse", inverse, persistent=False)
 
     def forward(self, x_THD: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,11 @@ from longdraft.errors import UserError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# SGLang adds legacy aliases to the rotary parameters; only these decide the frequencies.
+ROPE_KEYS = (
+    "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+)
 QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
 
 
@@ -58,7 +63,7 @@ class TargetSpec:
         _refuse_unservable(config)
         heads = config.num_attention_heads
         rope = dict(getattr(config, "rope_parameters", None) or {})
-        rope.setdefault("rope_type", "default")
+        rope.setdefault("rope_type", rope.get("type", "default"))
         rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
         return TargetSpec(
             model_type=config.model_type,
@@ -74,7 +79,7 @@ class TargetSpec:
             hidden_act=config.hidden_act,
             tie_embeddings=bool(config.tie_word_embeddings),
             qk_norm=config.model_type in QK_NORM_FAMILIES,
-            rope={k: v for k, v in sorted(rope.items()) if v is not None},
+            rope={k: rope[k] for k in sorted(ROPE_KEYS) if rope.get(k) is not None},
         )
 
 
@@ -95,7 +100,7 @@ def _refuse_unservable(config: Any) -> None:
             "whole context there, use a target whose last layer attends to everything"
         )
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    if (kind := rope.get("rope_type", "default")) not in ROPE_TYPES:
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) not in ROPE_TYPES:
         raise UserError(f"target rope_type={kind!r} is not supported: use one of {', '.join(ROPE_TYPES)}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError(f"target partial_rotary_factor={rope['partial_rotary_factor']} is not supported: use a target that rotates whole heads")
