@@ -1,0 +1,160 @@
+"""SGLang servers as child processes that can be held still, and the few requests that measurements need."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from longdraft.errors import UserError
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One greedy answer: its tokens, decoding speed (first token to last, prefill out) and our counters, if it has any."""
+
+    tokens: list[int]
+    text: str
+    tokens_per_s: float
+    counters: dict[str, Any]
+
+
+class Server:
+    """A server process and its children; ``with`` starts it, waits until it answers and ends all of them.
+
+    Args:
+        name: for messages.
+        command: its command line; ``--port`` is added.
+        log: file for its output.
+        environment: added to this process's.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        self.name, self.log, self.port = name, log, free_port()
+        self.command = [*command, "--port", str(self.port)]
+        self.environment = {**os.environ, **(environment or {})}
+
+    def __enter__(self) -> "Server":
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                self.command, env=self.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            self._wait_until_up()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _wait_until_up(self, seconds: float = 300) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
+                raise UserError(f"the {self.name} server ended with {self.process.returncode}, see {self.log}:\n{tail}")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.address}/health", timeout=5):
+                return
+            time.sleep(0.25)
+        raise UserError(f"the {self.name} server did not answer within {seconds:.0f} s, see {self.log}")
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _processes(self) -> list[psutil.Process]:
+        try:
+            top = psutil.Process(self.process.pid)
+            return [top, *top.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def pause(self) -> None:
+        """Stop every process of the server; it keeps its memory and its prefix cache and takes no processor time."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End the server and all its children, paused or not."""
+        processes = self._processes()
+        for number in (signal.SIGCONT, signal.SIGTERM):
+            self._signal(number)
+        _, left = psutil.wait_procs(processes, timeout=5)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=5)
+        with contextlib.suppress(ProcessLookupError):  # orphans of a child that ended before its own
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _post(self, path: str, body: dict[str, Any], timeout: float) -> Any:
+        request = urllib.request.Request(
+            self.address + path, json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        try:
+            return urllib.request.urlopen(request, timeout=timeout)
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")
+            raise UserError(f"the {self.name} server answered {error.code} on {path}: {text}") from None
+
+    def generate(self, ids: Sequence[int], new_tokens: int, timeout: float = 600) -> Generation:
+        """Greedy continuation of token ids over the native endpoint, streamed and timed."""
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens},
+            "stream": True,
+        }
+        times: list[tuple[float, int]] = []
+        last: dict[str, Any] = {}
+        with self._post("/generate", body, timeout) as reply:
+            for data in server_sent(reply):
+                last = data
+                times.append((time.perf_counter(), int(data["meta_info"]["completion_tokens"])))
+        if not times:
+            raise UserError(f"the {self.name} server sent no answer, see {self.log}")
+        (begin, first), (end, total) = times[0], times[-1]
+        speed = (total - first) / (end - begin) if total > first else 0.0
+        ours = last["meta_info"].get("longdraft") or [{}]
+        return Generation(list(last["output_ids"]), str(last["text"]), speed, dict(ours[-1]))
+
+    def chat(self, messages: list[dict[str, str]], new_tokens: int, timeout: float = 600) -> str:
+        """Greedy answer of the OpenAI-compatible chat endpoint."""
+        body = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": new_tokens}
+        with self._post("/v1/chat/completions", body, timeout) as reply:
+            return str(json.load(reply)["choices"][0]["message"]["content"])
+
+
+def server_sent(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream."""
+    for line in lines:
+        text = line.decode().strip()
+        if text.startswith("data: ") and text != "data: [DONE]":
+            yield json.loads(text.removeprefix("data: "))
