@@ -20,10 +20,13 @@ from longdraft.errors import UserError
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nothing listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port of the loopback interface that nothing listens on now; SGLang derives another one 10,000 above it."""
+    while True:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = int(s.getsockname()[1])
+        if port < 55_000:
+            return port
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,161 @@
+"""python -m longdraft.bench.gpu_full_speed --systems eagle3,eagle3-window,longdraft --out record.json
+
+Time of a scheduler step in mode ``full`` on one GPU: a Llama-8B shape with random weights and forced acceptance, beside SGLang's
+EAGLE-3 on FlashAttention-3 (without and with a draft window) and plain decoding. Forced acceptance proves time only.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longdraft.bench.record import make_record, write_record
+from longdraft.bench.server import Server
+from longdraft.draft_models.checkpoint import save_draft
+from longdraft.draft_models.config import LongSpecConfig
+from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.target import TargetSpec
+
+STEPS = 5
+ACCEPT = 4.0
+WINDOW = 4096
+CASES = {"b1_c32k": (1, 32_000), "b16_c32k": (16, 32_000)}
+NEW_TOKENS = 192
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 140000,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
+
+
+def write_models(folder: Path) -> tuple[Path, Path, Path]:
+    """Folders of the target, an EAGLE-3 draft (both for ``--load-format dummy``) and a LongSpec draft with random weights."""
+    from transformers import LlamaConfig
+
+    from longdraft.train.tiny_random import byte_tokenizer
+
+    target, eagle = folder / "target", folder / "eagle3"
+    changes = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000}
+    for path, config in ((target, LLAMA_8B), (eagle, LLAMA_8B | changes)):
+        path.mkdir(parents=True, exist_ok=True)
+        byte_tokenizer().save_pretrained(path)
+        (path / "config.json").write_text(json.dumps(config, indent=1))
+    spec = TargetSpec.from_config(LlamaConfig(**LLAMA_8B))
+    with torch.device("cuda"):
+        draft = LongSpecDraft(LongSpecConfig(spec)).to(torch.bfloat16)
+    save_draft(draft, folder / "longspec", "llama-8b-shape")
+    return target, eagle, folder / "longspec"
+
+
+def launch_command(system: str, models: tuple[Path, Path, Path], context: int) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of one system."""
+    target, eagle, longspec = models
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target), "--load-format", "dummy"]
+    command += ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--context-length", str(context)]
+    command += ["--mem-fraction-static", "0.85", "--skip-server-warmup", "--chunked-prefill-size", "16384"]
+    command += ["--max-running-requests", "16", "--cuda-graph-max-bs-decode", "16", "--attention-backend", "fa3"]
+    steps = ["--speculative-num-steps", str(STEPS)]
+    if system.startswith("eagle3"):
+        command += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(eagle), *steps]
+        command += ["--speculative-draft-load-format", "dummy", "--speculative-eagle-topk", "1"]
+        command += ["--speculative-num-draft-tokens", str(STEPS + 1)]
+        if system == "eagle3-window":
+            command += ["--speculative-draft-window-size", str(WINDOW)]
+        return command, {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT)), "SGLANG_PLUGINS": "none"}
+    if system == "longdraft":
+        command += ["--speculative-algorithm", "LONGDRAFT", "--speculative-draft-model-path", str(longspec), *steps]
+        settings = json.dumps({"simulate_accept_length": ACCEPT})
+        return command, {"SGLANG_PLUGINS": "longdraft", "LONGDRAFT_SETTINGS": settings}
+    return command, {"SGLANG_PLUGINS": "none"}
+
+
+def generate(server: Server, ids: list[list[int]], new_tokens: int) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds and the answers of one batch."""
+    params = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    body = json.dumps({"input_ids": ids, "sampling_params": params}).encode()
+    request = urllib.request.Request(f"{server.address}/generate", body, {"content-type": "application/json"})
+    start = time.perf_counter()
+    with urllib.request.urlopen(request, timeout=500) as reply:
+        answers = json.load(reply)
+    return time.perf_counter() - start, answers if isinstance(answers, list) else [answers]
+
+
+def rounds(answers: list[dict[str, Any]]) -> int:
+    """Scheduler steps of the slowest request."""
+    return max(a["meta_info"].get("spec_verify_ct") or a["meta_info"]["completion_tokens"] - 1 for a in answers)
+
+
+def measure(server: Server, batch: int, context: int) -> dict[str, float]:
+    """Decoding of a batch whose prompts are cached: tokens/s of the batch, ms a scheduler step, accept length."""
+    draw = random.Random(0)
+    ids = [[draw.randrange(1000, 120_000) for _ in range(context)] for _ in range(batch)]
+    prefill_s, _ = generate(server, ids, 2)
+    generate(server, ids, 8)
+    short_s, short = generate(server, ids, 8)
+    long_s, long = generate(server, ids, 8 + NEW_TOKENS)
+    seconds, steps = long_s - short_s, rounds(long) - rounds(short)
+    return {
+        "tok_s": batch * NEW_TOKENS / seconds,
+        "ms_step": 1000 * seconds / steps,
+        "tokens_a_step": NEW_TOKENS / steps,
+        "prefill_s": prefill_s,
+    }
+
+
+def main() -> int:
+    """Measure the systems one after the other on the same prompts and write one record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--systems", default="longdraft,eagle3,eagle3-window,plain")
+    parser.add_argument("--models", type=Path, default=Path("/tmp/longdraft-models"))
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/longdraft-logs"))
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    models = write_models(args.models)
+    figures: dict[str, float] = {}
+    checks: dict[str, bool] = {}
+    if args.out.is_file():  # systems measured by an earlier call on the same machine stay in the record
+        before = json.loads(args.out.read_text())
+        figures, checks = before["figures"], before["checks"]
+    for system in args.systems.split(","):
+        command, environment = launch_command(system, models, 36_000)
+        log = args.logs / f"{system}.log"
+        try:
+            with Server(system, command, log, environment) as server:
+                for case, (batch, context) in CASES.items():
+                    for key, value in measure(server, batch, context).items():
+                        figures[f"{system.replace('-', '_')}_{key}_{case}"] = round(value, 3)
+                    print(system, case, {k: v for k, v in figures.items() if system.replace("-", "_") in k and case in k}, flush=True)
+            checks[f"{system.replace('-', '_')}_ran"] = True
+        except Exception as error:
+            print(f"{system} failed: {error}", flush=True)
+            checks[f"{system.replace('-', '_')}_ran"] = False
+            shutil.copy(log, args.out.with_name(f"{system}.log"))
+        settings = {"shape": "Llama-8B, random weights, bf16", "steps": STEPS, "accept_length": ACCEPT, "new_tokens": NEW_TOKENS, "eagle3_window": WINDOW}
+        write_record(make_record("full_mode_speed", settings, figures, checks), args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

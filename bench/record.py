@@ -1,0 +1,38 @@
+"""Records of measurements: one JSON object a run in ``bench/results/``, with what is needed to run it again."""
+
+import json
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from longdraft.bench.provenance import device_name, git_commit, versions
+
+
+def make_record(
+    name: str, settings: dict[str, Any], figures: dict[str, float], checks: dict[str, bool], **more: Any
+) -> dict[str, Any]:
+    """A record: figures are flat, their units in their names; checks say whether the outputs were right.
+
+    The commit comes from git or, on a machine that got the files without the history, from ``LONGDRAFT_COMMIT``.
+    """
+    words = sys.orig_argv[1:]
+    return {
+        "name": name,
+        "command": " ".join(["python", *words]),
+        "commit": os.environ.get("LONGDRAFT_COMMIT") or git_commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "device": device_name(),
+        "versions": versions(),
+        "settings": settings,
+        "figures": figures,
+        "checks": checks,
+        **more,
+    }
+
+
+def write_record(record: dict[str, Any], path: Path) -> None:
+    """Write a record as readable JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
