@@ -1,10 +1,12 @@
 """How much of a verified run one step may return, so that SGLang ends a request exactly where plain decoding would.
 
 SGLang tests the length before stop tokens, stop strings and the grammar, on the whole run at once. A run that both holds a
-stop and reaches the length would end by length with text behind the stop. Returning a shorter run is always safe: the
-rest is found again.
+stop and reaches the length would end by length with text behind the stop, and of two stop strings in one run it takes the
+one that the request lists first, not the one that comes first. Returning a shorter run is always safe: the rest is found
+again.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,19 +26,33 @@ def stops_at(req: Any) -> Callable[[int], bool]:
     return stops.__contains__
 
 
-def has_late_stop(req: Any) -> bool:
-    """True for stops that only SGLang itself can find (strings and expressions over decoded text)."""
-    return bool(req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs)
+def before_late_stop(req: Any, run: list[int]) -> list[int]:
+    """The part of a run in which no stop string and no stop expression is found; a token that completes one goes alone.
+
+    SGLang decodes a fixed number of tokens before the run's first, and the run; plain decoding as many before each token.
+    Where either finds a stop, the token is left to be returned alone, and both see the same.
+    """
+    params = req.sampling_params
+    strings, expressions = params.stop_strs, params.stop_regex_strs
+    if not strings and not expressions:
+        return run
+    before = max(params.stop_str_max_len, params.stop_regex_max_len)
+    tail = list(req.output_ids[max(0, len(req.output_ids) - before) :])
+    for count in range(1, len(run) + 1):
+        seen = tail + run[:count]
+        for window in (seen, seen[max(0, len(seen) - before - 1) :]):
+            text = req.tokenizer.decode(window)
+            if any(s in text for s in strings) or any(re.search(e, text) for e in expressions):
+                return run[: max(1, count - 1)]
+    return run
 
 
 def emitted(req: Any, run: list[int]) -> list[int]:
-    """The part of a verified run to return now: at least one token, never past a stop token or the length."""
-    left = room(req)
-    if len(run) >= left:
-        # The last token by length goes alone where a stop may hide in what comes before it.
-        run = run[: left - 1] if has_late_stop(req) and left > 1 else run[:left]
+    """The part of a verified run to return now: at least one token, never past a stop or the length."""
+    run = run[: room(req)]
     ends = stops_at(req)
     for index, token in enumerate(run):
         if ends(token):
-            return run[: index + 1]
-    return run
+            run = run[: index + 1]
+            break
+    return before_late_stop(req, run)
