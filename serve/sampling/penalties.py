@@ -30,7 +30,7 @@ def apply_penalties(logits_NV: torch.Tensor, req: Any, drafts: list[int]) -> Non
     seen_NV = counts_NV > 0
     if p.frequency_penalty or p.presence_penalty:
         logits_NV -= counts_NV * p.frequency_penalty + seen_NV * p.presence_penalty
-    stops = sorted(_stop_tokens(req))
+    stops = sorted(token for token in _stop_tokens(req) if token is not None and 0 <= token < vocab)
     for row in range(min(len(drafts) + 1, max(0, p.min_new_tokens - len(req.output_ids)))):
         logits_NV[row, stops] = float("-inf")
     if p.repetition_penalty != 1.0:

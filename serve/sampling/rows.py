@@ -4,6 +4,7 @@ Legend: N rows, V vocabulary.
 """
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,8 @@ class RowParams:
         return RowParams(
             column([p.temperature for p in params], torch.float32),
             column([p.top_k for p in params], torch.int64),
-            column([p.top_p for p in params], torch.float32),
+            # Rounded sums of probabilities pass 1, so 1 must cut nothing: a row's choice cannot hang on its batch's filters.
+            column([p.top_p if p.top_p < 1.0 else math.inf for p in params], torch.float32),
             column([p.min_p for p in params], torch.float32),
             torch.tensor(seeds, dtype=torch.int64, device=device),
             torch.tensor([p.top_k <= 1 for p in params], device=device),
@@ -69,8 +71,11 @@ class RowParams:
         return torch.where(self.greedy_N, best_N, sampled_N)
 
     def _filter(self, prob_NV: torch.Tensor) -> torch.Tensor:
-        """Zero what top-k, top-p and min-p leave out. Each looks at the full distribution, as SGLang's sampler does."""
-        sorted_NV, index_NV = prob_NV.sort(dim=-1, descending=True)
+        """Zero what top-k, top-p and min-p leave out. Each looks at the full distribution, as SGLang's sampler does.
+
+        Tokens of equal probability rank by their id, whatever the batch's shape makes of an unstable sort.
+        """
+        sorted_NV, index_NV = prob_NV.sort(dim=-1, descending=True, stable=True)
         before_NV = sorted_NV.cumsum(-1) - sorted_NV
         rank_V = torch.arange(prob_NV.shape[1], device=prob_NV.device)
         out_NV = (rank_V >= self.top_k_N1) | (before_NV > self.top_p_N1) | (sorted_NV < sorted_NV[:, :1] * self.min_p_N1)
