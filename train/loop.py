@@ -204,6 +204,7 @@ class Run:
     def _save(self) -> None:
         p = self.progress
         p.cursors = self.group.gather(self.cursor)
+        p.max_length, p.max_position = (max(self.group.gather(n)) for n in (p.max_length, p.max_position))
         if p.step == self.saved_step or p.step == 0:
             return
         weights, state = self.engine.weights(), self.engine.state()

@@ -128,5 +128,7 @@ def test_two_ranks_and_one_give_the_same_loss_and_gradient(
     a, b = last_state(tmp_path / "one"), last_state(tmp_path / "two")
     for name in (key for key in a if key.startswith("master.")):
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
+    facts = [json.loads((tmp_path / n / "checkpoints/latest/draft/config.json").read_text()) for n in ("one", "two")]
+    assert facts[0]["longdraft"]["training"] == facts[1]["longdraft"]["training"]
     evaluations = [json.loads((tmp_path / name / "evaluations.jsonl").read_text()) for name in ("one", "two")]
     assert evaluations[0]["buckets"]["all"]["prompts"] == evaluations[1]["buckets"]["all"]["prompts"] == 2
