@@ -66,8 +66,12 @@ def check_server_args(server_args: Any) -> None:
     if steps is not None and not 1 <= steps <= 100:
         raise UserError(f"--speculative-num-steps {steps} is out of range: use 1 to 100, 2 to 6 pays")
     drafted = server_args.speculative_num_draft_tokens
-    if drafted is not None and drafted != (steps or drafted - 1) + 1:
-        raise UserError(f"--speculative-num-draft-tokens {drafted} does not fit --speculative-num-steps {steps}: leave it out, a chain has steps + 1")
+    chain = (steps or 4) + 1
+    if drafted is not None and drafted != chain:
+        raise UserError(
+            f"--speculative-num-draft-tokens {drafted} does not fit --speculative-num-steps {chain - 1}: leave it out, a chain has "
+            "steps + 1"
+        )
     _check_models(server_args)
 
 

@@ -74,7 +74,7 @@ class LongSpecDrafter(Drafter):
         """Sinks and the most recent tokens of each request, at most ``context`` of them."""
         recent = self.context - self.sinks
         lists = [
-            r.pages if len(r.pages) <= self.context else torch.cat([r.pages[: self.sinks], r.pages[-recent:]]) for r in requests
+            r.pages if len(r.pages) <= self.context else torch.cat([r.pages[: self.sinks], r.pages[len(r.pages) - recent :]]) for r in requests
         ]
         return AttentionPlan.build(
             torch.nn.utils.rnn.pad_sequence(lists, batch_first=True), [len(x) for x in lists], [1] * len(lists)

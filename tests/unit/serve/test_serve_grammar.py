@@ -86,15 +86,15 @@ def test_rows_are_masked_as_if_the_drafts_before_them_were_written(data: st.Data
     grammar = ListGrammar(TEXTS, written)
     got = masked(grammar, drafts)
     assert grammar.written == written, "the grammar stands where it stood"
-    prefix = list(written)
+    prefix, got_allowed = list(written), True
     for row in range(len(drafts) + 1):
         step = ListGrammar(TEXTS, prefix)
-        if step.is_terminated() or (row and not got_allowed):
+        if step.is_terminated() or not got_allowed:
             assert got[row:] == [EVERYTHING] * (len(got) - row), "nothing behind an end or a refused draft is emitted"
             break
         assert got[row] == step.allowed()
-        row < len(drafts) and drafts[row] in step.allowed()
-        prefix.append(drafts[row] if row < len(drafts) else -1)
+        got_allowed = row < len(drafts) and drafts[row] in step.allowed()
+        prefix += drafts[row : row + 1]
 
 
 def test_a_refused_draft_stops_the_walk_before_it_reaches_the_matcher() -> None:

@@ -1,0 +1,155 @@
+"""What the server refuses at start, each in one line that names the flag and the remedy, and what LONGDRAFT sets."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.server_args import ServerArgs
+from tiny import tiny_draft, tiny_target
+from transformers import LlamaConfig
+
+from longdraft.draft_models.checkpoint import save_draft
+from longdraft.errors import UserError
+from longdraft.serve.algorithm import LongDraftAlgorithm, validate_server_args
+from longdraft.serve.checks import REFUSED, REQUIRED_ONE, check_server_args
+from longdraft.serve.settings import ENVIRONMENT
+from longdraft.train.tiny_random import tiny_config
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+
+
+def arguments(config: Any = None, context: int = 4096, **changes: Any) -> SimpleNamespace:
+    model = SimpleNamespace(hf_text_config=config or tiny_config("llama"), context_len=context)
+    fields = {
+        "disaggregation_mode": "null",
+        "kv_cache_dtype": "auto",
+        "speculative_num_steps": None,
+        "speculative_num_draft_tokens": None,
+        "speculative_draft_model_path": None,
+        "speculative_eagle_topk": None,
+        "max_running_requests": None,
+        "get_model_config": lambda: model,
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def refused(args: SimpleNamespace) -> str:
+    with pytest.raises(UserError) as error:
+        check_server_args(args)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_plain_arguments_pass() -> None:
+    check_server_args(arguments())
+    check_server_args(arguments(speculative_num_steps=5, speculative_num_draft_tokens=6, kv_cache_dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_flags_that_do_not_work_are_refused_with_their_reason(name: str) -> None:
+    message = refused(arguments(**{name: "something"}))
+    assert message.startswith(f"--{name.replace('_', '-')} does not work with LONGDRAFT ({REFUSED[name]})")
+    assert message.endswith("leave it out")
+    check_server_args(arguments(**{name: False}))
+
+
+@pytest.mark.parametrize("name", REQUIRED_ONE)
+def test_sizes_that_must_be_one(name: str) -> None:
+    assert re.match(rf"--{name.replace('_', '-')} 2 does not work .*: use 1$", refused(arguments(**{name: 2})))
+    for value in (None, 1):
+        check_server_args(arguments(**{name: value}))
+
+
+def test_every_checked_flag_is_one_of_this_sglang() -> None:
+    """A renamed flag would be refused never."""
+    known = {field.name for field in dataclasses.fields(ServerArgs)}
+    assert not (REFUSED.keys() | REQUIRED_ONE.keys() | arguments().__dict__.keys() - {"get_model_config"}) - known
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"disaggregation_mode": "prefill"}, r"--disaggregation-mode prefill .* leave it out"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, r"--kv-cache-dtype fp8_e4m3 .* use auto"),
+        ({"speculative_num_steps": 0}, r"--speculative-num-steps 0 is out of range"),
+        ({"speculative_num_steps": 101}, r"--speculative-num-steps 101 is out of range"),
+        (
+            {"speculative_num_steps": 4, "speculative_num_draft_tokens": 4},
+            r"--speculative-num-draft-tokens 4 does not fit --speculative-num-steps 4: leave it out",
+        ),
+        ({"speculative_num_draft_tokens": 9}, r"--speculative-num-draft-tokens 9 .* leave it out"),
+    ],
+)
+def test_values_that_do_not_work(changes: dict[str, Any], pattern: str) -> None:
+    assert re.search(pattern, refused(arguments(**changes)))
+
+
+def test_the_default_chain_may_be_spelled_out() -> None:
+    check_server_args(arguments(speculative_num_draft_tokens=5))
+
+
+def test_bad_settings_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, '{"mode": "fast"}')
+    assert "mode='fast'" in refused(arguments())
+
+
+def yarn(covered: int) -> LlamaConfig:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": covered // 4}
+    return tiny_config("llama", rope_parameters=rope, max_position_embeddings=covered)
+
+
+def test_a_context_must_leave_room_for_drafts_within_yarn() -> None:
+    check_server_args(arguments(yarn(4096), context=4091))
+    assert re.search(r"--context-length 4092 .*\(4096 positions with 5 draft tokens\): use at most 4091", refused(arguments(yarn(4096), context=4092)))  # fmt: skip
+    check_server_args(arguments(yarn(4096), context=4093, speculative_num_steps=2))
+
+
+def test_a_draft_that_fits_passes_and_one_that_does_not_is_named(tmp_path: Path) -> None:
+    target = tiny_target("llama")
+    save_draft(tiny_draft(target), tmp_path / "d", "t")
+    check_server_args(arguments(speculative_draft_model_path=str(tmp_path / "d")))
+    other = arguments(tiny_config("llama", intermediate_size=128), speculative_draft_model_path=str(tmp_path / "d"))
+    assert re.search(r"intermediate_size=96, the target has 128: use the draft", refused(other))
+    config = json.loads((tmp_path / "d" / "config.json").read_text())
+    config["longdraft"]["draft"] = "eagle3"
+    (tmp_path / "d" / "config.json").write_text(json.dumps(config))
+    assert "is not a LongSpec draft" in refused(arguments(speculative_draft_model_path=str(tmp_path / "d")))
+
+
+def test_lookup_serves_targets_that_no_draft_could_read() -> None:
+    """Without a draft folder nothing reads the last layer, so its shape does not matter."""
+    check_server_args(arguments(SimpleNamespace(model_type="gemma2", rope_parameters=None)))
+
+
+def test_a_refusal_ends_the_launch_with_one_line_and_status_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        validate_server_args(arguments(tp_size=2))
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert (
+        err == "error: --tp-size 2 does not work with LONGDRAFT (tensor parallel serving is not supported yet): use 1\n"
+    )
+
+
+@pytest.mark.parametrize(("given", "steps"), [(None, 4), (1, 1), (6, 6)])
+def test_the_algorithm_sets_what_a_chain_needs(given: int | None, steps: int) -> None:
+    args = arguments(speculative_num_steps=given)
+    LongDraftAlgorithm("LONGDRAFT", lambda server_args: object).handle_server_args(args)
+    assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (steps, steps + 1)
+    assert args.speculative_eagle_topk == 1
+    assert args.disable_overlap_schedule is True
+    assert args.max_running_requests == 48
+
+
+def test_the_users_batch_size_stays() -> None:
+    args = arguments(max_running_requests=3)
+    LongDraftAlgorithm("LONGDRAFT", lambda server_args: object).handle_server_args(args)
+    assert args.max_running_requests == 3

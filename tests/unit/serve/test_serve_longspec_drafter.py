@@ -1,0 +1,150 @@
+"""The served LongSpec drafter: it drafts what the reference chain drafts, whatever happened to its rings before (D2, D7)."""
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_draft, tiny_target
+
+from longdraft.draft_models.chain import propose_chain
+from longdraft.draft_models.window_state import WindowState
+from longdraft.kernels.dense_attention import dense_attention
+from longdraft.serve.drafters.base import DraftRequest
+from longdraft.serve.drafters.longspec import LongSpecDrafter
+from longdraft.serve.tokens import Tokens
+
+WINDOW, STEPS, LENGTH, SLOTS = 6, 3, 40, 100
+TARGET = tiny_target("llama")
+DRAFT = tiny_draft(TARGET, window=WINDOW)
+TEXTS = {rid: torch.randint(0, 256, (LENGTH,), generator=torch.Generator().manual_seed(ord(rid))) for rid in "abcd"}
+PAGES = dict(zip("abcd", torch.randperm(SLOTS * 2).view(4, -1)[:, :LENGTH].int(), strict=True))
+SEEN = {rid: TARGET.capture(ids, torch.arange(LENGTH), [0, LENGTH]) for rid, ids in TEXTS.items()}
+SCALE = 16**-0.5
+
+
+def make(rows: int = 3, context: int = 64, sinks: int = 4) -> LongSpecDrafter:
+    """A drafter over a cache whose slots hold the texts' keys, and NaN elsewhere."""
+    drafter = LongSpecDrafter(DRAFT, rows, STEPS, context, sinks, "torch")
+    k, v = (torch.full((SLOTS * 2, 2, 16), float("nan")) for _ in range(2))
+    for rid, seen in SEEN.items():
+        k[PAGES[rid].long()], v[PAGES[rid].long()] = seen.k_TKD, seen.v_TKD
+    drafter.bind_cache(k, v)
+    return drafter
+
+
+def request(rid: str, at: int, limit: int = STEPS) -> DraftRequest:
+    """A request whose newest token is its text's token at ``at``."""
+    ids = TEXTS[rid][: at + 1].tolist()
+    req = SimpleNamespace(origin_input_ids=array("q", ids[:1]), output_ids=array("q", ids[1:]))
+    return DraftRequest(rid, Tokens(req), PAGES[rid][:at], limit)
+
+
+def greedy(logits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
+
+
+def reference(rid: str, at: int, columns: list[int] | None = None) -> list[int]:
+    """The chain from a fresh ring over the named columns of the target's cache."""
+    state = WindowState(DRAFT, 1, STEPS)
+    state.rebuild(0, TEXTS[rid][:at].tolist(), at)
+    pick = slice(0, at) if columns is None else columns
+    keys, values = SEEN[rid].k_TKD[pick], SEEN[rid].v_TKD[pick]
+    position = torch.tensor([at])
+    out = propose_chain(
+        state, torch.tensor([0]), TEXTS[rid][position], position, STEPS,
+        lambda q: dense_attention(q, keys, values, SCALE)[0],
+    )  # fmt: skip
+    return out[0].tolist()
+
+
+def test_a_batch_drafts_the_reference_chains_up_to_each_limit() -> None:
+    got = make().propose([request("a", 30), request("b", 3, 1), request("c", 17, 2)], greedy)
+    assert got == [reference("a", 30), reference("b", 3)[:1], reference("c", 17)[:2]]
+
+
+def test_rounds_with_commits_draft_what_a_fresh_drafter_drafts() -> None:
+    """D7 in the server: accepted runs of every width, the text instead of the drafts."""
+    drafter, at = make(), 10
+    for width in (1, 3, 2, 4, 1, 2):
+        now = request("a", at)
+        assert drafter.propose([now], greedy) == [reference("a", at)]
+        drafter.committed(now, TEXTS["a"][at + 1 : at + 1 + width].tolist())
+        assert drafter.held["a"] == at + width, "carried, not rebuilt"
+        at += width
+
+
+def test_a_round_that_nobody_told_of_rebuilds_the_ring() -> None:
+    """Undrafted steps, retractions and prefix hits move a request without a commit."""
+    drafter = make()
+    for at in (10, 12, 30, 5):
+        assert drafter.propose([request("a", at)], greedy) == [reference("a", at)]
+    drafter.committed(request("a", 20), [1, 2])  # not where the ring stands
+    assert drafter.propose([request("a", 21)], greedy) == [reference("a", 21)]
+
+
+def test_interleaved_requests_keep_their_own_rings() -> None:
+    drafter = make(rows=2)
+    for at in (8, 9, 15, 16):
+        assert drafter.propose([request("b", at + 3), request("a", at)], greedy) == [
+            reference("b", at + 3),
+            reference("a", at),
+        ]
+    assert sorted(drafter.rows.values()) == [0, 1]
+
+
+def test_more_requests_than_rows_take_rings_of_absent_ones() -> None:
+    """A ring is a cache of a pure function: losing it costs a rebuild."""
+    drafter = make(rows=2)
+    for pair in ("ab", "bc", "cd", "da", "ad"):
+        batch = [request(rid, 12) for rid in pair]
+        assert drafter.propose(batch, greedy) == [reference(rid, 12) for rid in pair]
+        assert len(set(drafter.rows.values())) == len(drafter.rows) <= 2
+
+
+def test_forgetting_frees_the_row_and_clearing_all() -> None:
+    drafter = make(rows=1)
+    drafter.propose([request("a", 9)], greedy)
+    drafter.forget("a")
+    drafter.forget("unknown")
+    assert drafter.propose([request("b", 9)], greedy) == [reference("b", 9)]
+    drafter.clear()
+    assert not drafter.rows
+    assert not drafter.held
+    assert drafter.propose([request("b", 9)], greedy) == [reference("b", 9)]
+
+
+@pytest.mark.parametrize(("context", "sinks"), [(8, 2), (8, 0), (8, 8), (8, 99), (16, 15), (30, 4), (31, 4)])
+def test_cross_attention_reads_sinks_and_the_most_recent_tokens(context: int, sinks: int) -> None:
+    """At most ``context`` columns and none twice, also where the sinks fill it."""
+    at = 30
+    first = min(sinks, context)
+    columns = list(range(at)) if at <= context else [*range(first), *range(at - (context - first), at)]
+    drafter = make(context=context, sinks=sinks)
+    plan = drafter._plan([request("a", at)])
+    assert plan.pages_BW[0, : plan.lens[0]].tolist() == PAGES["a"][columns].tolist()
+    assert drafter.propose([request("a", at)], greedy) == [reference("a", at, columns)]
+
+
+def test_the_pick_sees_the_position_of_each_token_read() -> None:
+    """Shared noise is keyed by it: the target's choice behind the same token uses the same position."""
+    heard: list[list[int]] = []
+
+    def pick(logits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        heard.append(at.tolist())
+        return logits.argmax(-1)
+
+    make().propose([request("a", 20), request("b", 4)], pick)
+    assert heard == [[20, 4], [21, 5], [22, 6]]
+
+
+def test_a_first_token_drafts_from_nothing() -> None:
+    """A prompt of one token: no target cache, no window."""
+    assert make().propose([request("a", 0)], greedy) == [reference("a", 0)]
+
+
+def test_drafting_before_the_cache_is_bound_says_so() -> None:
+    drafter: Any = LongSpecDrafter(DRAFT, 1, STEPS, 64, 4, "torch")
+    with pytest.raises(AssertionError, match="bind_cache"):
+        drafter.propose([request("a", 3)], greedy)
