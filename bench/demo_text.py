@@ -12,11 +12,12 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-HELD_OUT = ("argparse.py", "calendar.py", "fractions.py", "heapq.py", "ipaddress.py", "shlex.py", "textwrap.py")
+HELD_OUT_MODULES = ("argparse.py", "textwrap.py")
+HELD_OUT_TOPICS = ("naming", "specialnames")
 SKIPPED_PACKAGES = ("__pycache__", "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "encodings")
-SHORTEST, LONGEST = 1500, 24_000  # characters of a training document
-FACTS = "What is the capital of France? Tell me three facts about it."
-LONG_TOKENS = 4300
+SHORTEST, LONGEST = 1500, 8000  # characters of a training document; longer texts are cut into several
+EACH = 300  # documents of code, and as many of prose
+SHARED = 80  # characters of a paragraph that no training document may share with a held-out one
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,23 @@ def module_text(name: str) -> str:
     return (library_folder() / name).read_text(encoding="utf-8")
 
 
+def topic_text(name: str) -> str:
+    """A chapter of the language reference, as ``help()`` prints it."""
+    from pydoc_data.topics import topics
+
+    return str(topics[name])
+
+
 def prompts() -> list[Prompt]:
-    """The six prompts: two chats, code of three lengths, and one of at least 4,000 tokens."""
+    """The six prompts: three chats, code of two lengths, and a chapter of the manual; two have more than 4,000 tokens."""
+    summarize = "Summarize the following text in a few sentences.\n\n" + topic_text("naming")[:6300]
     return [
-        Prompt("chat: three facts", FACTS, chat=True),
-        Prompt(
-            "chat: explain code", "Explain what this Python code does.\n\n" + module_text("heapq.py")[-2600:], chat=True
-        ),
-        Prompt("code, 250 tokens", module_text("shlex.py"), 250),
-        Prompt("code, 1,000 tokens", module_text("fractions.py"), 1000),
-        Prompt("code, 2,000 tokens", module_text("textwrap.py"), 2000),
-        Prompt("code, 4,300 tokens", module_text("argparse.py"), LONG_TOKENS),
+        Prompt("chat: facts", "What is the capital of France? Tell me three facts about it.", chat=True),
+        Prompt("chat: plants", "How do plants make food? Explain it to a child.", chat=True),
+        Prompt("chat: summary", summarize, chat=True),
+        Prompt("code", module_text("textwrap.py"), 1800),
+        Prompt("long code", module_text("argparse.py"), 4100),
+        Prompt("long manual", topic_text("specialnames"), 4300),
     ]
 
 
@@ -70,7 +77,7 @@ def source_documents() -> list[tuple[str, str]]:
     found = []
     for path in sorted(root.rglob("*.py")):
         inside = path.relative_to(root)
-        if path.name in HELD_OUT or any(part in SKIPPED_PACKAGES for part in inside.parts):
+        if path.name in HELD_OUT_MODULES or any(part in SKIPPED_PACKAGES for part in inside.parts):
             continue
         found.append((inside.as_posix(), path.read_text(encoding="utf-8", errors="ignore")))
     return found
@@ -85,14 +92,48 @@ def description_documents() -> list[tuple[str, str]]:
     return sorted((f"{name} (description)", text) for name, text in found.items())
 
 
+def topic_documents() -> list[tuple[str, str]]:
+    """``(name, text)`` of the language reference's chapters, those for prompts left out."""
+    from pydoc_data.topics import topics
+
+    return [(f"{name} (manual)", text) for name, text in sorted(topics.items()) if name not in HELD_OUT_TOPICS]
+
+
+def paragraphs(text: str) -> set[str]:
+    """The longer paragraphs of a text."""
+    return {part.strip() for part in text.split("\n\n") if len(part.strip()) >= SHARED}
+
+
+def pieces(documents: list[tuple[str, str]], hidden: set[str]) -> list[tuple[str, str]]:
+    """Texts cut to length, at line ends; those that share a paragraph with the hidden ones are left out."""
+    found = []
+    for name, text in documents:
+        start = 0
+        while len(text) - start >= SHORTEST:
+            end = text.rfind("\n", start + SHORTEST, start + LONGEST) if len(text) - start > LONGEST else len(text)
+            end = end if end > 0 else start + LONGEST
+            if not paragraphs(text[start:end]) & hidden:
+                found.append((name, text[start:end]))
+            start = end
+    return found
+
+
+def training_documents(seed: int = 0) -> list[tuple[str, str]]:
+    """Code and prose in equal parts, in a seeded order; nothing that the prompts' texts hold too (the manual repeats itself)."""
+    held_out = [module_text(name) for name in HELD_OUT_MODULES] + [topic_text(name) for name in HELD_OUT_TOPICS]
+    hidden = set().union(*(paragraphs(text) for text in held_out))
+    chosen = []
+    for documents in (source_documents(), topic_documents() + description_documents()):
+        found = pieces(documents, hidden)
+        random.Random(seed).shuffle(found)
+        chosen += found[:EACH]
+    random.Random(seed).shuffle(chosen)
+    return chosen
+
+
 def write_training_text(path: Path, seed: int = 0) -> int:
-    """Write the training text as JSONL, in a seeded order; returns the number of documents."""
-    documents = [
-        (name, text[:LONGEST])
-        for name, text in source_documents() + description_documents()
-        if len(text) >= SHORTEST and text.isascii()
-    ]
-    random.Random(seed).shuffle(documents)
+    """Write the training text as JSONL; returns the number of documents."""
+    documents = training_documents(seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"name": name, "text": text}) + "\n" for name, text in documents))
     return len(documents)

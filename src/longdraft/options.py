@@ -50,7 +50,9 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _parse(parser: argparse.ArgumentParser, schema: type[BaseModel], argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def _parse(
+    parser: argparse.ArgumentParser, schema: type[BaseModel], argv: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
     flags = {_flag(name) for name, _ in leaf_fields(schema)}
     words = []
     for word in argv:
@@ -72,7 +74,9 @@ def option_parser(schema: type[BaseModel], prog: str, description: str | None = 
     return parser
 
 
-def parse_options(schema: type[S], argv: Sequence[str], prog: str, description: str | None = None) -> tuple[S, list[str]]:
+def parse_options(
+    schema: type[S], argv: Sequence[str], prog: str, description: str | None = None
+) -> tuple[S, list[str]]:
     """Settings from a command line, and the arguments that are not the schema's, in order.
 
     Raises:

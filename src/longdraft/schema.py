@@ -32,7 +32,9 @@ def load_settings(schema: type[S], path: str | Path | None = None, overrides: Se
         try:
             loaded = yaml.safe_load(Path(path).read_text())
         except OSError as error:
-            raise UserError(f"config {str(path)!r} cannot be read ({error.strerror}): give an existing YAML file") from None
+            raise UserError(
+                f"config {str(path)!r} cannot be read ({error.strerror}): give an existing YAML file"
+            ) from None
         except yaml.YAMLError as error:
             raise UserError(f"config {str(path)!r} is not valid YAML: {str(error).splitlines()[0]}") from None
         if not isinstance(loaded or {}, dict):
