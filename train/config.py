@@ -77,6 +77,9 @@ class LagSettings(Settings):
 
 
 class OptimSettings(Settings):
+    name: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon: orthogonalised momentum for matrices, AdamW for the rest; learns more a token"
+    )
     lr: float = Field(5e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-6, gt=0)

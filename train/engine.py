@@ -123,8 +123,28 @@ class Engine(ABC):
         """
 
 
+def build_optimizers(parameters: list[torch.nn.Parameter], settings: OptimSettings) -> list[torch.optim.Optimizer]:
+    """What ``optim.name`` asks for: vectors are never decayed, and never Muon's (it orthogonalises matrices)."""
+    matrices = [p for p in parameters if p.dim() > 1]
+    vectors = [p for p in parameters if p.dim() <= 1]
+    if settings.name == "adamw":
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        return [_adamw([g for g in groups if g["params"]], settings)]
+    # Steps scaled to AdamW's root mean square, so that one learning rate suits matrices and vectors.
+    muon = torch.optim.Muon(
+        matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    return [muon, _adamw([{"params": vectors, "weight_decay": 0.0}], settings)] if vectors else [muon]
+
+
+def _adamw(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+    )
+
+
 class TorchEngine(Engine):
-    """AdamW on float32 master weights; the draft computes in its own dtype (the masters themselves in float32)."""
+    """Steps float32 master weights; the draft computes in its own dtype (the masters themselves in float32)."""
 
     def __init__(self, draft: LongSpecDraft, settings: OptimSettings, group: Group) -> None:
         self.group, self.clip = group, settings.clip
@@ -133,16 +153,7 @@ class TorchEngine(Engine):
             name: p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float())
             for name, p in self.live.items()
         }
-        decayed = [p for p in self.master.values() if p.dim() > 1]
-        plain = [p for p in self.master.values() if p.dim() == 1]
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
+        self.optimizers = build_optimizers(list(self.master.values()), settings)
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -160,12 +171,19 @@ class TorchEngine(Engine):
             self.group.sum(p.grad)
         norm = float(torch.nn.utils.clip_grad_norm_(masters, self.clip))
         if math.isfinite(norm):
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.step()
             self._copy_to_live()
-        self.optimizer.zero_grad(set_to_none=True)
+        for p in masters:
+            p.grad = None
         return norm
+
+    def _owner(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+        """The optimizer that steps a weight."""
+        owns = (o for o in self.optimizers for g in o.param_groups if any(p is parameter for p in g["params"]))
+        return next(owns)
 
     @torch.no_grad()
     def _copy_to_live(self) -> None:
@@ -180,7 +198,7 @@ class TorchEngine(Engine):
         out: Tensors = {}
         for name, p in self.master.items():
             out[f"master.{name}"] = p.detach()
-            for key, value in self.optimizer.state.get(p, {}).items():
+            for key, value in self._owner(p).state.get(p, {}).items():
                 out[f"optimizer.{name}.{key}"] = value
         return out
 
@@ -197,7 +215,7 @@ class TorchEngine(Engine):
             prefix = f"optimizer.{name}."
             moments = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
             # AdamW counts steps on the CPU and keeps its moments beside the weights.
-            self.optimizer.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in moments.items()}
+            self._owner(p).state[p] = {k: v if k == "step" else v.to(p.device) for k, v in moments.items()}
         self._copy_to_live()
 
 

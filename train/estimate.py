@@ -59,8 +59,10 @@ def estimate_memory(
     item_target = resolve_dtype(settings.target.dtype, device).itemsize
     item_draft = resolve_dtype(settings.engine.dtype, device).itemsize
     tokens = settings.schedule.micro_batch * settings.data.max_length
-    # Weights, float32 gradients and two moments; 16-bit drafts add float32 masters and their own gradients.
-    a_parameter = 16 if item_draft == 4 else 2 * item_draft + 16
+    # Weights, float32 gradients and the moments (AdamW has two, Muon one); 16-bit drafts add float32 masters and their
+    # own gradients.
+    stepped = {"adamw": 16, "muon": 12}[settings.optim.name]
+    a_parameter = stepped if item_draft == 4 else 2 * item_draft + stepped
     wide, narrow = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     hidden, inner = spec.hidden_size, spec.intermediate_size
     kept = item_draft * (12 * hidden + 4 * inner + 8 * wide + 6 * narrow) + 4 * 3 * (2 * wide + narrow)

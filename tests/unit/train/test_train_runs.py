@@ -61,10 +61,10 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("packing", ["false", "true"])
-def test_a_resumed_run_ends_with_the_same_bits(recipe: Path, packing: str) -> None:
-    """Weights, both moments, step counts and the generator; the log has every step once."""
-    extra = (f"data.packing={packing}", "schedule.accumulate=2")
+@pytest.mark.parametrize(("packing", "optimizer"), [("false", "adamw"), ("true", "adamw"), ("true", "muon")])
+def test_a_resumed_run_ends_with_the_same_bits(recipe: Path, packing: str, optimizer: str) -> None:
+    """Weights, moments, step counts and the generator; the log has every step once."""
+    extra = (f"data.packing={packing}", f"optim.name={optimizer}", "schedule.accumulate=2")
     whole = train(recipe, "whole", *extra)
     train(recipe, "parts", *extra, "schedule.max_steps=3")
     (recipe.parent / "runs" / "parts" / "metrics.jsonl").open("a").write(
@@ -73,7 +73,8 @@ def test_a_resumed_run_ends_with_the_same_bits(recipe: Path, packing: str) -> No
     parts = train(recipe, "parts", *extra)
     want, got = final_state(whole), final_state(parts)
     assert want.keys() == got.keys()
-    assert any(key.endswith("exp_avg_sq") for key in want)
+    moments = {key.rsplit(".", 1)[-1] for key in want if key.startswith("optimizer.")}
+    assert moments == {"exp_avg", "exp_avg_sq", "step"} | ({"momentum_buffer"} if optimizer == "muon" else set())
     assert all(torch.equal(want[key], got[key]) for key in want)
     assert [row["step"] for row in rows(parts)] == list(range(1, 7))
     assert [row["loss"] for row in rows(parts)] == [row["loss"] for row in rows(whole)]
