@@ -102,6 +102,9 @@ def test_rebuilding_forgets_the_rows_former_request() -> None:
     state.rebuild(0, list(range(50)), 50)
     state.rebuild(0, [3, 4], 2)
     assert torch.equal(look(state, 0, 2), look(rebuilt([3, 4], 2), 0, 2))
+    state.rebuild(0, list(range(50)), 50)
+    state.rebuild(0, [3, 4], 50)  # a text known from its last two tokens: the others' old ones are not its own
+    assert torch.equal(look(state, 0, 50), look(rebuilt([3, 4], 50), 0, 50))
     state.rebuild(0, [], 0)
     assert torch.equal(look(state, 0, 0), look(rebuilt([], 0), 0, 0))
 

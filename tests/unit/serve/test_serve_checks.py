@@ -35,6 +35,9 @@ def arguments(config: Any = None, context: int = 4096, **changes: Any) -> Simple
         "speculative_draft_model_path": None,
         "speculative_eagle_topk": None,
         "max_running_requests": None,
+        "cuda_graph_config": SimpleNamespace(
+            decode=SimpleNamespace(backend="full"), prefill=SimpleNamespace(backend="full")
+        ),
         "get_model_config": lambda: model,
     }
     return SimpleNamespace(**{**fields, **changes})
@@ -146,6 +149,7 @@ def test_the_algorithm_sets_what_a_chain_needs(given: int | None, steps: int) ->
     assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (steps, steps + 1)
     assert args.speculative_eagle_topk == 1
     assert args.disable_overlap_schedule is True
+    assert args.disable_cuda_graph is True, "page lists change width every step"
     assert args.max_running_requests == 48
 
 
