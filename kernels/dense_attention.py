@@ -38,14 +38,14 @@ def dense_attention(
     lse_KR = torch.logsumexp(score_KRN, -1)
     # A row without keys has log-sum-exp -inf; exp(-inf - 0) = 0 leaves zeros where -inf - -inf would leave NaN.
     weight_KRN = torch.exp(score_KRN - torch.where(torch.isneginf(lse_KR), 0.0, lse_KR)[..., None])
-    broken_KN = None
+    touched_KR = None
     if hidden_RN is not None and not bool(v_KND.isfinite().all()):
         # Zero times NaN is NaN: such values are taken out, and shown only to the rows that read them.
         broken_KN = ~v_KND.isfinite().all(-1)
+        touched_KR = (broken_KN[:, None] & ~hidden_RN).any(-1)
         v_KND = v_KND.masked_fill(broken_KN[..., None], 0)
     out_KRD = torch.matmul(weight_KRN.to(v_KND.dtype), v_KND)
-    if broken_KN is not None:
-        touched_KR = (broken_KN[:, None] & ~hidden_RN).any(-1)
+    if touched_KR is not None:
         out_KRD = out_KRD.masked_fill(touched_KR[..., None], float("nan"))
     out_THD = out_KRD.view(kv_heads, group, rows, size).permute(2, 0, 1, 3).reshape(rows, heads, size)
     lse_TH = lse_KR.view(kv_heads, group, rows).permute(2, 0, 1).reshape(rows, heads)
