@@ -1,0 +1,73 @@
+"""The ``longdraft`` command: what it answers, and how fast."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from longdraft import __version__, cli
+
+
+def test_help_needs_no_heavy_library() -> None:
+    program = (
+        "import sys\nfrom longdraft import cli\n"
+        "try:\n    cli.main(['--help'])\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'sglang', 'pydantic', 'yaml') if m in sys.modules])"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr
+    assert all(name in done.stdout for name in cli.COMMANDS)
+    assert time.monotonic() - began < 5  # 0.1 s on an idle machine
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.strip() == f"longdraft {__version__}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--config", "recipes/smoke/longspec.yaml", "optm.lr=1"], "did you mean 'optim'"),
+        (["train", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["train", "--config", "recipes/smoke/longspec.yaml", "--optim.lr", "-1", "--plan"], "optim.lr=-1"),
+        (["serve", "--mode", "fast", "--model-path", "x"], "mode='fast'"),
+        (["models", "fetch", "smolm2"], "did you mean 'smollm2'"),
+        (["demo", "--pears", "3"], "--pears"),
+    ],
+)
+def test_a_users_error_exits_2_with_one_line_that_names_it(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_an_unknown_command_exits_2() -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["sevre"])
+    assert end.value.code == 2
+
+
+def test_train_takes_options_of_the_recipes_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "--config", "recipes/smoke/longspec.yaml", "--plan", "--data.max-length", "48"]
+    assert cli.main(words) == 0
+    assert "packed to 48 tokens" in capsys.readouterr().out
+
+
+def test_train_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--help"]) == 0
+    assert "--optim.lr" in capsys.readouterr().out
+
+
+def test_benchmarks_are_found_without_importing_them() -> None:
+    found = cli.runnable_benchmarks()
+    assert "demo" in found
+    assert "server" not in found
+    assert all(found.values())
