@@ -46,9 +46,7 @@ def propose_chain(
     for step in range(steps):
         at_B = position_B + step
 
-        def self_attend(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at_B: torch.Tensor = at_B
-        ) -> torch.Tensor:
+        def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at_B: torch.Tensor = at_B) -> torch.Tensor:
             return state.attend(row_B, at_B, q, k, v)
 
         hidden_BE = draft(token_B, at_B, self_attend, cross_attend)

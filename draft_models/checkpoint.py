@@ -97,9 +97,13 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     ours = config.get("longdraft") if isinstance(config, dict) else None
     if not isinstance(ours, dict) or ours.get("draft") != "longspec":
         kind = config.get("architectures") if isinstance(config, dict) else config
-        raise CheckpointError(f"{path}: architectures={kind} is not a LongSpec draft: give a folder that longdraft train wrote")
+        raise CheckpointError(
+            f"{path}: architectures={kind} is not a LongSpec draft: give a folder that longdraft train wrote"
+        )
     if ours.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: format_version={ours.get('format_version')}, this longdraft reads {FORMAT_VERSION}: export the draft again")
+        raise CheckpointError(
+            f"{path}: format_version={ours.get('format_version')}, this longdraft reads {FORMAT_VERSION}: export the draft again"
+        )
     return config
 
 
@@ -136,7 +140,9 @@ def check_draft(folder: str | Path, config: dict[str, Any], target: TargetSpec) 
     found, expected = read_shapes(Path(folder) / WEIGHTS), draft.state_dict()
     for problem, names in (("misses", expected.keys() - found.keys()), ("has unused", found.keys() - expected.keys())):
         if names:
-            raise CheckpointError(f"{folder}/{WEIGHTS} {problem} weights {', '.join(sorted(names))}: export the draft again")
+            raise CheckpointError(
+                f"{folder}/{WEIGHTS} {problem} weights {', '.join(sorted(names))}: export the draft again"
+            )
     for name, want in expected.items():
         if found[name] != tuple(want.shape):
             raise CheckpointError(
@@ -159,9 +165,15 @@ def check_target(config: dict[str, Any], target: TargetSpec, folder: str | Path)
     }
     for field, want in outer.items():
         if config.get(field) != want:
-            raise CheckpointError(f"{folder}/{CONFIG}: {field}={config.get(field)}, the target has {want}: use the draft that was trained for this target")
+            raise CheckpointError(
+                f"{folder}/{CONFIG}: {field}={config.get(field)}, the target has {want}: use the draft that was trained for this target"
+            )
     stored = config["longdraft"].get("target")
-    if not isinstance(stored, dict) or not isinstance(stored.get("spec"), dict) or not {"hash", "name"} <= stored.keys():
+    if (
+        not isinstance(stored, dict)
+        or not isinstance(stored.get("spec"), dict)
+        or not {"hash", "name"} <= stored.keys()
+    ):
         raise CheckpointError(f"{folder}/{CONFIG}: longdraft.target is incomplete: export the draft again")
     if stored["hash"] == target.hash:
         return
@@ -172,7 +184,9 @@ def check_target(config: dict[str, Any], target: TargetSpec, folder: str | Path)
                 f"{folder}/{CONFIG}: longdraft.target.spec.{field}={stored['spec'].get(field)}, the target has {want}: "
                 f"use the draft that was trained for this target (this one is for {stored['name']!r})"
             )
-    raise CheckpointError(f"{folder}/{CONFIG}: longdraft.target.hash={stored['hash']}, the target's is {target.hash}: use the draft that was trained for this target")
+    raise CheckpointError(
+        f"{folder}/{CONFIG}: longdraft.target.hash={stored['hash']}, the target's is {target.hash}: use the draft that was trained for this target"
+    )
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:

@@ -15,8 +15,12 @@ class LongSpecSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     window: int = Field(512, ge=1, description="keys that the draft's self-attention sees, self included")
-    qkv_bias: bool = Field(False, description="biases on the q, k and v projections (LongSpec's released drafts have them)")
-    cross_q_norm: bool | None = Field(None, description="RMS norm on the cross-attention queries; None: as the target has")
+    qkv_bias: bool = Field(
+        False, description="biases on the q, k and v projections (LongSpec's released drafts have them)"
+    )
+    cross_q_norm: bool | None = Field(
+        None, description="RMS norm on the cross-attention queries; None: as the target has"
+    )
     final_norm: bool = Field(False, description="RMS norm before the head (LongSpec has none)")
 
 

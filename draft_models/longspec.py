@@ -97,7 +97,9 @@ class LongSpecDraft(nn.Module):
         t = self.config.target
         for name, weight in (("embedding", embedding_VE), ("head", head_VE)):
             if weight.shape[0] < t.vocab_size or weight.shape[1] != t.hidden_size:
-                raise ValueError(f"{name} is {tuple(weight.shape)}, the draft's target has ({t.vocab_size}, {t.hidden_size})")
+                raise ValueError(
+                    f"{name} is {tuple(weight.shape)}, the draft's target has ({t.vocab_size}, {t.hidden_size})"
+                )
         self._lent = (embedding_VE.detach(), head_VE.detach())
         return self
 

@@ -48,9 +48,7 @@ def greedy_decode(target: Any, ids: Sequence[int], new_tokens: int) -> list[int]
 
 
 @torch.no_grad()
-def speculative_decode(
-    target: Any, draft: LongSpecDraft, ids: Sequence[int], new_tokens: int, steps: int
-) -> Decoded:
+def speculative_decode(target: Any, draft: LongSpecDraft, ids: Sequence[int], new_tokens: int, steps: int) -> Decoded:
     """Greedy speculative decoding with a chain; the tokens are the target's own, whatever the draft.
 
     Args:
@@ -74,9 +72,11 @@ def speculative_decode(
         keys, values = (x[0].transpose(0, 1).to(draft.head_VE.dtype) for x in (last.keys, last.values))
         root = torch.tensor([out[-1]], device=device)
         at = torch.tensor([length], device=device)
-        drafted = propose_chain(
-            state, row, root, at, steps, lambda q, k=keys, v=values: dense_attention(q, k, v, scale)[0]
-        )
+
+        def cross_attend(q: torch.Tensor, k: torch.Tensor = keys, v: torch.Tensor = values) -> torch.Tensor:
+            return dense_attention(q, k, v, scale)[0]
+
+        drafted = propose_chain(state, row, root, at, steps, cross_attend)
         verify = torch.cat([root, drafted[0]])[None]
         choice = target(verify, past_key_values=cache).logits[0].argmax(-1)
         kept = int(accepted_drafts(drafted, choice[None], torch.tensor([steps], device=device))[0])

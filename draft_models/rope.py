@@ -36,7 +36,9 @@ class Rotary(torch.nn.Module):
 
     def __init__(self, target: TargetSpec) -> None:
         super().__init__()
-        with torch.device("cpu"):  # also where the module is built on the meta device: scaled kinds read what they compute
+        with torch.device(
+            "cpu"
+        ):  # also where the module is built on the meta device: scaled kinds read what they compute
             inverse, self.factor = rotary_frequencies(target)
         self.register_buffer("inverse", inverse, persistent=False)
 

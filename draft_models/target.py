@@ -12,8 +12,18 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # SGLang adds legacy aliases to the rotary parameters; only these decide the frequencies.
 ROPE_KEYS = (
-    "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
-    "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    "rope_type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
 )
 QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
 
@@ -91,7 +101,9 @@ def _refuse_unservable(config: Any) -> None:
             "draft reads plain keys and values, use a target with grouped-query attention"
         )
     if family not in FAMILIES:
-        raise UserError(f"target model_type={family!r} is not one that a LongSpec draft serves: use one of {', '.join(FAMILIES)}")
+        raise UserError(
+            f"target model_type={family!r} is not one that a LongSpec draft serves: use one of {', '.join(FAMILIES)}"
+        )
     layer_types = getattr(config, "layer_types", None)
     sliding = layer_types[-1] == "sliding_attention" if layer_types else bool(getattr(config, "sliding_window", None))
     if sliding:
@@ -103,4 +115,6 @@ def _refuse_unservable(config: Any) -> None:
     if (kind := rope.get("rope_type", rope.get("type", "default"))) not in ROPE_TYPES:
         raise UserError(f"target rope_type={kind!r} is not supported: use one of {', '.join(ROPE_TYPES)}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UserError(f"target partial_rotary_factor={rope['partial_rotary_factor']} is not supported: use a target that rotates whole heads")
+        raise UserError(
+            f"target partial_rotary_factor={rope['partial_rotary_factor']} is not supported: use a target that rotates whole heads"
+        )

@@ -63,5 +63,7 @@ class WindowState:
         distance_BR = position_B[:, None] - self.position[row_B]
         visible_BR = (distance_BR >= 0) & (distance_BR < self.window)
         k, v = (x[row_B].transpose(1, 2) for x in (self.k, self.v))
-        out = scaled_dot_product_attention(q_BHD[:, :, None], k, v, attn_mask=visible_BR[:, None, None], enable_gqa=True)
+        out = scaled_dot_product_attention(
+            q_BHD[:, :, None], k, v, attn_mask=visible_BR[:, None, None], enable_gqa=True
+        )
         return out[:, :, 0]

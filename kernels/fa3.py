@@ -17,7 +17,7 @@ def fa3_available() -> bool:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return False
     try:
-        import sgl_kernel.flash_attn  # noqa: F401
+        import sgl_kernel.flash_attn
         import sgl_kernel.flash_ops  # noqa: F401
     except ImportError:
         return False

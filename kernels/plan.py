@@ -34,9 +34,13 @@ class AttentionPlan:
             ValueError: a page list too narrow for its length, or lists of unequal length.
         """
         if not len(lens) == len(rows) == pages_BW.shape[0]:
-            raise ValueError(f"plan of {pages_BW.shape[0]} page lists got {len(lens)} lengths and {len(rows)} row counts")
+            raise ValueError(
+                f"plan of {pages_BW.shape[0]} page lists got {len(lens)} lengths and {len(rows)} row counts"
+            )
         if lens and max(lens) > pages_BW.shape[1]:
-            raise ValueError(f"a request reads {max(lens)} slots, its page list holds {pages_BW.shape[1]}: widen the list")
+            raise ValueError(
+                f"a request reads {max(lens)} slots, its page list holds {pages_BW.shape[1]}: widen the list"
+            )
         cu = [0]
         for n in rows:
             cu.append(cu[-1] + n)

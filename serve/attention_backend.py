@@ -38,7 +38,14 @@ class LongDraftAttention(AttentionBackend):
         return self.stock.forward_decode(*args, **kwargs)
 
     def forward_extend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
     ) -> torch.Tensor:
         if not forward_batch.forward_mode.is_target_verify():
             return self.stock.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)

@@ -30,8 +30,16 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any) -> Dra
     embedding, head = runner.model.get_embed_and_head()
     draft = load_draft(folder, target, dtype=runner.dtype, device=embedding.device).bind(embedding, head)
     if any(not bool(torch.isfinite(p).all()) for p in draft.parameters()):
-        logger.error("longdraft: the draft in %s has weights that are not finite: answers stay right, nothing it drafts will be kept", folder)
+        logger.error(
+            "longdraft: the draft in %s has weights that are not finite: answers stay right, nothing it drafts will be kept",
+            folder,
+        )
     attention = None if settings.attention == "auto" else settings.attention
     return LongSpecDrafter(
-        draft, server_args.max_running_requests + 1, server_args.speculative_num_steps, settings.draft_context, settings.draft_sinks, attention
+        draft,
+        server_args.max_running_requests + 1,
+        server_args.speculative_num_steps,
+        settings.draft_context,
+        settings.draft_sinks,
+        attention,
     )

@@ -59,9 +59,13 @@ def check_server_args(server_args: Any) -> None:
         if (value := getattr(server_args, name, None)) not in (None, 1):
             raise UserError(f"--{name.replace('_', '-')} {value} does not work with LONGDRAFT ({reason}): use 1")
     if server_args.disaggregation_mode not in (None, "null"):
-        raise UserError(f"--disaggregation-mode {server_args.disaggregation_mode} does not work with LONGDRAFT (draft state is not transferred): leave it out")
+        raise UserError(
+            f"--disaggregation-mode {server_args.disaggregation_mode} does not work with LONGDRAFT (draft state is not transferred): leave it out"
+        )
     if server_args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"):
-        raise UserError(f"--kv-cache-dtype {server_args.kv_cache_dtype} does not work with LONGDRAFT (verification reads the cache unscaled): use auto")
+        raise UserError(
+            f"--kv-cache-dtype {server_args.kv_cache_dtype} does not work with LONGDRAFT (verification reads the cache unscaled): use auto"
+        )
     steps = server_args.speculative_num_steps
     if steps is not None and not 1 <= steps <= 100:
         raise UserError(f"--speculative-num-steps {steps} is out of range: use 1 to 100, 2 to 6 pays")

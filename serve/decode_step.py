@@ -96,7 +96,7 @@ class DecodeStep:
         kept = self._kept(drafts, choices)
         runs = []
         for req, drafted, choice, count in zip(batch.reqs, drafts, choices, kept, strict=True):
-            run = drafted[:count] + [choice[count]]
+            run = [*drafted[:count], choice[count]]
             run = emitted(req, run)
             counters = stats.attach(req, self.settings.mode)
             counters.accept.add(len(drafted), min(count, len(run) - 1))
@@ -111,7 +111,9 @@ class DecodeStep:
         if self.settings.simulate_accept_length is not None:
             return forced_acceptance([len(d) for d in drafts], self.settings.simulate_accept_length)
         width = max(len(d) for d in drafts)
-        draft_BK = torch.tensor([d + [-1] * (width - len(d)) for d in drafts], dtype=torch.int64).view(len(drafts), width)
+        draft_BK = torch.tensor([d + [-1] * (width - len(d)) for d in drafts], dtype=torch.int64).view(
+            len(drafts), width
+        )
         choice_BK1 = torch.tensor([c + [-1] * (width + 1 - len(c)) for c in choices])
         return accepted_drafts(draft_BK, choice_BK1, torch.tensor([len(d) for d in drafts])).tolist()
 
@@ -130,7 +132,7 @@ class DecodeStep:
             accept_lens=lens_B,
             new_seq_lens=batch.seq_lens + lens_B,
             speculative_num_draft_tokens=self.stride,
-            next_draft_input=DraftInput(),  # type: ignore[arg-type]
+            next_draft_input=DraftInput(),
             can_run_cuda_graph=False,
         )
 

@@ -62,9 +62,14 @@ def extend_attention(
         req_pool_indices.tolist(), seq_lens.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True
     ):
         slots = req_to_token[row, :length]
-        q, k, v = (x.transpose(0, 1)[None] for x in (query[start : start + width], gather_slots(k_cache, slots), gather_slots(v_cache, slots)))
+        q, k, v = (
+            x.transpose(0, 1)[None]
+            for x in (query[start : start + width], gather_slots(k_cache, slots), gather_slots(v_cache, slots))
+        )
         mask = torch.arange(length)[None] <= torch.arange(prefix, prefix + width)[:, None]
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask if causal else None, scale=scaling, enable_gqa=enable_gqa)
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask if causal else None, scale=scaling, enable_gqa=enable_gqa
+        )
         output[start : start + width] = out[0].transpose(0, 1)
         start += width
     return output
@@ -72,13 +77,13 @@ def extend_attention(
 
 def mask_on_cpu(original: Any, *args: Any, **kwargs: Any) -> None:
     """xgrammar can mask logits on a CPU; SGLang's wrapper refuses to ask it."""
-    logits, mask = kwargs.get("logits"), kwargs.get("vocab_mask")
+    logits: Any = kwargs.get("logits")
     if logits is None or logits.device.type != "cpu":
         original(*args, **kwargs)
         return
     import xgrammar
 
-    xgrammar.apply_token_bitmask_inplace(logits, mask)
+    xgrammar.apply_token_bitmask_inplace(logits, kwargs["vocab_mask"])
 
 
 HOOKS: list[tuple[str, Any, HookType]] = [
@@ -87,7 +92,11 @@ HOOKS: list[tuple[str, Any, HookType]] = [
 ]
 CPU_HOOKS: list[tuple[str, Any, HookType]] = [
     ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", no_copy_kernels, HookType.REPLACE),
-    ("sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend", extend_attention, HookType.REPLACE),
+    (
+        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
+        extend_attention,
+        HookType.REPLACE,
+    ),
     ("sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask", mask_on_cpu, HookType.AROUND),
     ("sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", mask_on_cpu, HookType.AROUND),
 ]

@@ -23,7 +23,9 @@ def _register() -> None:
     import sglang
 
     if sglang.__version__ != SGLANG_VERSION:
-        raise RuntimeError(f"sglang {sglang.__version__} is installed, longdraft works with {SGLANG_VERSION}: pip install sglang=={SGLANG_VERSION}")
+        raise RuntimeError(
+            f"sglang {sglang.__version__} is installed, longdraft works with {SGLANG_VERSION}: pip install sglang=={SGLANG_VERSION}"
+        )
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     from longdraft.serve.algorithm import LongDraftAlgorithm, validate_server_args

@@ -18,12 +18,21 @@ Mode = Literal["off", "full"]
 class ServeSettings(Settings):
     """How the worker serves; every field can be set by ``longdraft serve`` or in the environment's JSON."""
 
-    mode: Mode = Field("full", description="default mode of a request: off proposes nothing, full verifies every token on the whole cache")
-    draft_context: int = Field(4096, ge=64, description="cached tokens that the draft's cross-attention reads at most: sinks and the most recent")
+    mode: Mode = Field(
+        "full",
+        description="default mode of a request: off proposes nothing, full verifies every token on the whole cache",
+    )
+    draft_context: int = Field(
+        4096,
+        ge=64,
+        description="cached tokens that the draft's cross-attention reads at most: sinks and the most recent",
+    )
     draft_sinks: int = Field(32, ge=0, description="leading tokens among them")
     lookup_min_match: int = Field(2, ge=1, description="shortest suffix match that the lookup drafter continues")
     attention: Literal["auto", "fa3", "torch"] = Field("auto", description="backend of the prefix part of verification")
-    simulate_accept_length: float | None = Field(None, ge=1, description="benchmarks only: force this mean accept length (bonus in); the text is wrong")
+    simulate_accept_length: float | None = Field(
+        None, ge=1, description="benchmarks only: force this mean accept length (bonus in); the text is wrong"
+    )
 
 
 class RequestSettings(Settings):
@@ -49,7 +58,9 @@ def read_environment() -> ServeSettings:
     except ValueError:
         data = None
     if not isinstance(data, dict):
-        raise UserError(f"environment variable {ENVIRONMENT}={text!r} is not a JSON object: write one, such as {{\"mode\": \"off\"}}")
+        raise UserError(
+            f'environment variable {ENVIRONMENT}={text!r} is not a JSON object: write one, such as {{"mode": "off"}}'
+        )
     return validate(ServeSettings, data)
 
 
@@ -70,7 +81,9 @@ def request_settings(custom_params: Any) -> RequestSettings:
         raise UserError(f"custom_params.{REQUEST_KEY} must be an object, got {type(entry).__name__} {entry!r}")
     for key in entry:
         if key not in RequestSettings.model_fields:
-            raise UserError(f"custom_params.{REQUEST_KEY}.{key} is unknown{nearest(str(key), list(RequestSettings.model_fields))}")
+            raise UserError(
+                f"custom_params.{REQUEST_KEY}.{key} is unknown{nearest(str(key), list(RequestSettings.model_fields))}"
+            )
     try:
         return validate(RequestSettings, entry)
     except UserError as error:

@@ -76,7 +76,7 @@ def verify(target_worker: Any, batch: ScheduleBatch, members: list[int], drafts:
         capture_hidden_mode=CaptureHiddenMode.NULL,
         sampling_info=batch.sampling_info,
         rids=[r.rid for r in reqs],
-        lora_ids=[None] * len(chains),  # type: ignore[list-item]
+        lora_ids=[None] * len(chains),
     )
     result = target_worker.forward_batch_generation(batch=None, forward_batch=forward, is_verify=True)
     choice_T, logits_TV = target_choice(result.logits_output.next_token_logits, reqs, drafts, position_T)

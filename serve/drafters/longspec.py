@@ -16,7 +16,9 @@ from longdraft.serve.drafters.base import Drafter, DraftRequest, Pick
 class LongSpecDrafter(Drafter):
     """Chain drafts. Rings are rebuilt from the last ids whenever what they hold is not exactly the request's tokens."""
 
-    def __init__(self, draft: LongSpecDraft, max_requests: int, steps: int, context: int, sinks: int, attention: str | None) -> None:
+    def __init__(
+        self, draft: LongSpecDraft, max_requests: int, steps: int, context: int, sinks: int, attention: str | None
+    ) -> None:
         self.draft, self.steps = draft, steps
         self.context, self.sinks = context, min(sinks, context)
         self.attention = attention
@@ -74,7 +76,10 @@ class LongSpecDrafter(Drafter):
         """Sinks and the most recent tokens of each request, at most ``context`` of them."""
         recent = self.context - self.sinks
         lists = [
-            r.pages if len(r.pages) <= self.context else torch.cat([r.pages[: self.sinks], r.pages[len(r.pages) - recent :]]) for r in requests
+            r.pages
+            if len(r.pages) <= self.context
+            else torch.cat([r.pages[: self.sinks], r.pages[len(r.pages) - recent :]])
+            for r in requests
         ]
         return AttentionPlan.build(
             torch.nn.utils.rnn.pad_sequence(lists, batch_first=True), [len(x) for x in lists], [1] * len(lists)

@@ -23,7 +23,9 @@ def apply_penalties(logits_NV: torch.Tensor, req: Any, drafts: list[int]) -> Non
         drafts: the drafted tokens, one fewer than rows.
     """
     p, vocab, device = req.sampling_params, logits_NV.shape[1], logits_NV.device
-    counts_NV = torch.bincount(torch.tensor(req.output_ids, dtype=torch.int64), minlength=vocab)[:vocab].repeat(len(drafts) + 1, 1)
+    counts_NV = torch.bincount(torch.tensor(req.output_ids, dtype=torch.int64), minlength=vocab)[:vocab].repeat(
+        len(drafts) + 1, 1
+    )
     for row, token in enumerate(drafts, start=1):
         counts_NV[row:, token] += 1
     counts_NV = counts_NV.to(device)

@@ -78,5 +78,7 @@ class RowParams:
         sorted_NV, index_NV = prob_NV.sort(dim=-1, descending=True, stable=True)
         before_NV = sorted_NV.cumsum(-1) - sorted_NV
         rank_V = torch.arange(prob_NV.shape[1], device=prob_NV.device)
-        out_NV = (rank_V >= self.top_k_N1) | (before_NV > self.top_p_N1) | (sorted_NV < sorted_NV[:, :1] * self.min_p_N1)
+        out_NV = (
+            (rank_V >= self.top_k_N1) | (before_NV > self.top_p_N1) | (sorted_NV < sorted_NV[:, :1] * self.min_p_N1)
+        )
         return torch.zeros_like(prob_NV).scatter_(1, index_NV, sorted_NV.masked_fill(out_NV, 0.0))

@@ -23,7 +23,9 @@ def process_logits(logits_NV: torch.Tensor, reqs: list[Any], drafts: list[list[i
     Returns:
         float32 logits with non-finite NaN rows made harmless (a NaN never wins).
     """
-    logits_NV = torch.nan_to_num(logits_NV.float(), nan=float("-inf"), posinf=torch.finfo(torch.float32).max, neginf=float("-inf"))
+    logits_NV = torch.nan_to_num(
+        logits_NV.float(), nan=float("-inf"), posinf=torch.finfo(torch.float32).max, neginf=float("-inf")
+    )
     start = 0
     for req, drafted in zip(reqs, drafts, strict=True):
         rows_NV = logits_NV[start : start + len(drafted) + 1]

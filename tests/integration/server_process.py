@@ -13,10 +13,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-CPU_ARGUMENTS = (
-    "--device cpu --dtype float32 --attention-backend torch_native --disable-overlap-schedule --skip-server-warmup "
-    "--sleep-on-idle --max-running-requests 8 --chunked-prefill-size 512 --log-level info"
-).split()
+CPU_ARGUMENTS = [
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--attention-backend",
+    "torch_native",
+    "--disable-overlap-schedule",
+    "--skip-server-warmup",
+    "--sleep-on-idle",
+    "--max-running-requests",
+    "8",
+    "--chunked-prefill-size",
+    "512",
+    "--log-level",
+    "info",
+]
 
 SPECULATIVE = ["--speculative-algorithm", "LONGDRAFT", "--speculative-num-steps", "4"]
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
@@ -52,7 +65,15 @@ class ServerProcess:
         max_total_tokens: int = 40000,
     ) -> None:
         self.port, self.log = free_port(), log
-        self.command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(self.port)]
+        self.command = [
+            sys.executable,
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            str(model),
+            "--port",
+            str(self.port),
+        ]
         self.command += [*CPU_ARGUMENTS, "--max-total-tokens", str(max_total_tokens), *arguments]
         threads = os.environ.get("OMP_NUM_THREADS", "2")
         self.environment = {
@@ -134,7 +155,9 @@ class ServerProcess:
     def stream(self, ids: Sequence[int], params: dict[str, Any] | None = None, **body: Any) -> Iterator[dict[str, Any]]:
         """Chunks of a streamed answer; closing the iterator drops the connection."""
         sampling = {"temperature": 0, "max_new_tokens": 32, **(params or {})}
-        with self.open("/generate", {"input_ids": list(ids), "sampling_params": sampling, "stream": True, **body}) as reply:
+        with self.open(
+            "/generate", {"input_ids": list(ids), "sampling_params": sampling, "stream": True, **body}
+        ) as reply:
             for line in reply:
                 text = line.decode().strip()
                 if text.startswith("data: ") and text != "data: [DONE]":

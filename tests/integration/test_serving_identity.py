@@ -18,7 +18,9 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, 2, 24, 300, 700, 1500])
-def test_greedy_tokens_are_those_of_plain_decoding_twice(plain: ServerProcess, drafted: ServerProcess, length: int) -> None:
+def test_greedy_tokens_are_those_of_plain_decoding_twice(
+    plain: ServerProcess, drafted: ServerProcess, length: int
+) -> None:
     prompt = random_prompt(length, length)
     want = plain.generate(prompt, {"max_new_tokens": 60, "ignore_eos": True})
     for cached in (0, length - 1):  # the second time the prompt comes from the prefix cache, chunks and all
@@ -46,9 +48,7 @@ def test_off_and_full_share_a_batch(plain: ServerProcess, drafted: ServerProcess
     params = {"max_new_tokens": 80, "ignore_eos": True}
     want = [tokens(plain.generate(p, params)) for p in KNOWN[:4]]
     with ThreadPoolExecutor(4) as pool:
-        answers = list(
-            pool.map(lambda i: drafted.generate(KNOWN[i], {**params, **(OFF if i % 2 else {})}), range(4))
-        )
+        answers = list(pool.map(lambda i: drafted.generate(KNOWN[i], {**params, **(OFF if i % 2 else {})}), range(4)))
     assert [tokens(a) for a in answers] == want
     for i, answer in enumerate(answers):
         count = counters(answer)
@@ -86,7 +86,9 @@ def test_exact_max_new_tokens(plain: ServerProcess, drafted: ServerProcess, coun
 
 
 @pytest.mark.parametrize("extra", range(6))
-def test_a_stop_token_inside_a_run_beats_the_length_behind_it(plain: ServerProcess, drafted: ServerProcess, extra: int) -> None:
+def test_a_stop_token_inside_a_run_beats_the_length_behind_it(
+    plain: ServerProcess, drafted: ServerProcess, extra: int
+) -> None:
     free = tokens(plain.generate(KNOWN[2], {"max_new_tokens": 40, "ignore_eos": True}))
     at = next(i for i in range(15, 40) if free[i] not in free[:i])
     params = {"max_new_tokens": at + 1 + extra, "stop_token_ids": [free[at]]}
@@ -153,7 +155,7 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("params", PENALTIES, ids=lambda p: "+".join(p))
+@pytest.mark.parametrize("params", PENALTIES, ids="+".join)
 def test_penalties_count_every_token_at_its_position(
     plain: ServerProcess, drafted: ServerProcess, params: dict[str, Any]
 ) -> None:
@@ -200,7 +202,7 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("params", SAMPLING, ids=lambda p: "+".join(p))
+@pytest.mark.parametrize("params", SAMPLING, ids="+".join)
 def test_sampling_with_a_seed_does_not_depend_on_drafting(drafted: ServerProcess, params: dict[str, Any]) -> None:
     kept = 0
     for seed, prompt in enumerate(KNOWN[:4]):
