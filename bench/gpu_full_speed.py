@@ -124,6 +124,18 @@ def measure(server: Server, batch: int, context: int) -> dict[str, float]:
     }
 
 
+def record(path: Path, figures: dict[str, float], checks: dict[str, bool]) -> None:
+    """Write what is known so far."""
+    settings = {
+        "shape": "Llama-8B, random weights, bf16",
+        "steps": STEPS,
+        "accept_length": ACCEPT,
+        "new_tokens": NEW_TOKENS,
+        "eagle3_window": WINDOW,
+    }
+    write_record(make_record("full_mode_speed", settings, figures, checks), path)
+
+
 def main() -> int:
     """Measure the systems one after the other on the same prompts and write one record."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -146,14 +158,19 @@ def main() -> int:
                 for case, (batch, context) in CASES.items():
                     for key, value in measure(server, batch, context).items():
                         figures[f"{system.replace('-', '_')}_{key}_{case}"] = round(value, 3)
-                    print(system, case, {k: v for k, v in figures.items() if system.replace("-", "_") in k and case in k}, flush=True)
-            checks[f"{system.replace('-', '_')}_ran"] = True
+                    print(
+                        system,
+                        case,
+                        {k: v for k, v in figures.items() if system.replace("-", "_") in k and case in k},
+                        flush=True,
+                    )
+                checks[f"{system.replace('-', '_')}_ran"] = True
+                record(args.out, figures, checks)  # before the server stops, which can outlast the machine
         except Exception as error:
             print(f"{system} failed: {error}", flush=True)
             checks[f"{system.replace('-', '_')}_ran"] = False
             shutil.copy(log, args.out.with_name(f"{system}.log"))
-        settings = {"shape": "Llama-8B, random weights, bf16", "steps": STEPS, "accept_length": ACCEPT, "new_tokens": NEW_TOKENS, "eagle3_window": WINDOW}
-        write_record(make_record("full_mode_speed", settings, figures, checks), args.out)
+            record(args.out, figures, checks)
     return 0
 
 

@@ -4,6 +4,8 @@ from typing import Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from sglang.srt.model_executor.cuda_graph_config import Backend
+
 from longdraft.serve.checks import check_server_args, exit_on_user_error
 
 DEFAULT_STEPS = 4
@@ -16,7 +18,9 @@ class LongDraftAlgorithm(CustomSpecAlgo):
     def is_standalone(self) -> bool:
         return True
 
-    def create_future_map(self, device: Any, req_to_token_pool: Any, needs_cpu_seq_lens: bool = True, **kwargs: Any) -> Any:
+    def create_future_map(
+        self, device: Any, req_to_token_pool: Any, needs_cpu_seq_lens: bool = True, **kwargs: Any
+    ) -> Any:
         from sglang.srt.managers.overlap_utils import FutureMap
 
         return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, **kwargs)
@@ -35,6 +39,8 @@ class LongDraftAlgorithm(CustomSpecAlgo):
         server_args.speculative_num_draft_tokens = steps + 1
         server_args.disable_overlap_schedule = True
         server_args.disable_cuda_graph = True
+        graphs = server_args.cuda_graph_config
+        graphs.decode.backend = graphs.prefill.backend = Backend.DISABLED
         server_args.enable_mixed_chunk = False
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_RUNNING_REQUESTS

@@ -64,7 +64,15 @@ def poisoned(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempP
     weights["mlp.down_proj.weight"][:] = float("nan")
     weights["self_attn.k_proj.weight"][0] = float("nan")
     save_file(weights, folder / "model.safetensors")
-    arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(folder), "--context-length", "256", "--enable-metrics"]
+    arguments = [
+        *SPECULATIVE,
+        "--speculative-draft-model-path",
+        str(folder),
+        "--context-length",
+        "256",
+        "--enable-metrics",
+    ]
+    arguments += ["--schedule-conservativeness", "0.05"]  # admits more than fits, so that requests are retracted
     log = tmp_path_factory.mktemp("poisoned") / "log"
     with ServerProcess(tiny_target, arguments, log, STRICT, max_total_tokens=900) as server:
         yield server
@@ -81,7 +89,7 @@ def test_a_draft_of_nans_leaves_every_answer_right(plain: ServerProcess, poisone
     assert poisoned.alive and "not finite" in poisoned.log.read_text()
 
 
-@pytest.mark.parametrize(("prompt", "new"), [(200, 55), (246, 9), (248, 7), (249, 6), (250, 5), (60, 195)])
+@pytest.mark.parametrize(("prompt", "new"), [(200, 55), (246, 9), (248, 7), (249, 6), (60, 195)])
 def test_rows_near_the_context_limit(plain: ServerProcess, poisoned: ServerProcess, prompt: int, new: int) -> None:
     ids = random.Random(prompt).choices(range(256), k=prompt)
     params = {"max_new_tokens": new, "ignore_eos": True}
@@ -144,7 +152,11 @@ def refused(target: Path, *arguments: str) -> str:
     import os
 
     ended = subprocess.run(
-        [*command, *SPECULATIVE, *arguments], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
+        [*command, *SPECULATIVE, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
     )
     assert ended.returncode == 2, ended.stderr[-2000:]
     assert "Traceback" not in ended.stderr
