@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from sglang.srt.speculative.spec_registry import CustomSpecAlgo
-
 from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from longdraft.serve.checks import check_server_args, exit_on_user_error
 
