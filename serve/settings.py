@@ -4,7 +4,7 @@ import json
 import os
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from longdraft.errors import UserError
 from longdraft.schema import Settings, nearest, validate
@@ -33,6 +33,12 @@ class ServeSettings(Settings):
     simulate_accept_length: float | None = Field(
         None, ge=1, description="benchmarks only: force this mean accept length (bonus in); the text is wrong"
     )
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def off_is_a_word(cls, value: Any) -> Any:
+        """YAML reads a bare ``off`` as false."""
+        return "off" if value is False else value
 
 
 class RequestSettings(Settings):
