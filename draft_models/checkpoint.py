@@ -58,9 +58,13 @@ def save_draft(
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    weights = {k: v.detach().to("cpu").contiguous() for k, v in (state or draft.state_dict()).items()}
+    both = {
+        **draft.state_dict(),
+        **(state or {}),
+    }  # gathered weights leave out what is not trained, as a ranked head's ids
+    weights = {k: v.detach().to("cpu").contiguous() for k, v in both.items()}
     config = draft.config.to_json(target_name, facts or TrainingFacts(), library_versions())
-    config["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    config["dtype"] = str(weights["self_attn.q_proj.weight"].dtype).removeprefix("torch.")
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         save_file(weights, work / WEIGHTS, metadata={"format": "pt"})

@@ -22,6 +22,11 @@ class LongSpecSettings(BaseModel):
         None, description="RMS norm on the cross-attention queries; None: as the target has"
     )
     final_norm: bool = Field(False, description="RMS norm before the head (LongSpec has none)")
+    head_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="ranked head: the draft proposes only the training text's most frequent tokens; None: the whole vocabulary",
+    )
 
 
 class TrainingFacts(BaseModel):

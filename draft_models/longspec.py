@@ -13,6 +13,8 @@ from transformers.activations import ACT2FN
 
 from longdraft.draft_models.config import LongSpecConfig
 from longdraft.draft_models.rope import Rotary
+from longdraft.errors import UserError
+from longdraft.kernels.linear_cross_entropy import IGNORED
 from longdraft.kernels.packed_attention import lagged_attention, packed_causal_attention
 
 SelfAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q_THD, k_TKD, v_TKD -> out_THD
@@ -82,6 +84,15 @@ class LongSpecDraft(nn.Module):
         self.final_norm = nn.RMSNorm(t.hidden_size, eps=t.rms_norm_eps) if config.settings.final_norm else None
         self.rotary = Rotary(t)
         self._lent: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._ranked_NE: torch.Tensor | None = None
+        self.head_ids: torch.Tensor | None
+        ranked = config.settings.head_tokens
+        if ranked is not None and ranked > t.vocab_size:
+            raise UserError(
+                f"draft.head_tokens={ranked}, the target's vocabulary has {t.vocab_size}: give that or less"
+            )
+        # Part of the checkpoint: which vocabulary entry each row of the ranked head is, ascending.
+        self.register_buffer("head_ids", None if ranked is None else torch.arange(ranked))
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -101,12 +112,35 @@ class LongSpecDraft(nn.Module):
                     f"{name} is {tuple(weight.shape)}, the draft's target has ({t.vocab_size}, {t.hidden_size})"
                 )
         self._lent = (embedding_VE.detach(), head_VE.detach())
+        self._gather_head()
         return self
+
+    def rank_head(self, id_N: torch.Tensor) -> None:
+        """Choose the ranked head's tokens.
+
+        Raises:
+            ValueError: not as many different ids as the settings say.
+        """
+        assert self.head_ids is not None, "settings.head_tokens is not set"
+        chosen = torch.unique(id_N).to(self.head_ids.device)
+        if chosen.shape != self.head_ids.shape:
+            raise ValueError(f"{len(chosen)} different ids for a ranked head of {len(self.head_ids)} tokens")
+        self.head_ids.copy_(chosen)
+        self._gather_head()
+
+    def _gather_head(self) -> None:
+        if self._lent is not None and self.head_ids is not None:
+            self._ranked_NE = self.head_VE[self.head_ids.to(self.head_VE.device)]
 
     @property
     def head_VE(self) -> torch.Tensor:
         assert self._lent is not None, "bind() the target's embedding and head first"
         return self._lent[1][: self.config.target.vocab_size]
+
+    @property
+    def drafting_head_NE(self) -> torch.Tensor:
+        """Rows of the head that the draft uses: the ranked ones in the order of ``head_ids``, else all."""
+        return self.head_VE if self._ranked_NE is None else self._ranked_NE
 
     def embed(self, id_T: torch.Tensor) -> torch.Tensor:
         assert self._lent is not None, "bind() the target's embedding and head first"
@@ -170,5 +204,16 @@ class LongSpecDraft(nn.Module):
         )
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
-        """``[T, V]`` logits of the target's head."""
-        return hidden_TE @ self.head_VE.to(hidden_TE.dtype).t()
+        """``[T, V]`` logits of the target's head; -inf for tokens that a ranked head leaves out."""
+        logits_TN = hidden_TE @ self.drafting_head_NE.to(hidden_TE.dtype).t()
+        if self.head_ids is None:
+            return logits_TN
+        everything = logits_TN.new_full((len(logits_TN), self.config.target.vocab_size), float("-inf"))
+        return everything.index_copy(1, self.head_ids, logits_TN)
+
+    def ranked_label(self, label_T: torch.Tensor) -> torch.Tensor:
+        """Vocabulary ids as rows of :attr:`drafting_head_NE`; -100 stays, and is what a ranked head leaves out."""
+        if self.head_ids is None:
+            return label_T
+        row_T = torch.searchsorted(self.head_ids, label_T).clamp_max(len(self.head_ids) - 1)
+        return torch.where(self.head_ids[row_T] == label_T, row_T, IGNORED)

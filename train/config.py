@@ -60,7 +60,9 @@ class PositionSettings(Settings):
 
 
 class ObjectiveSettings(Settings):
-    name: Literal["ce", "kl"] = Field("ce", description="ce: the data's next token; kl: the target's own distribution")
+    name: Literal["ce", "greedy", "kl"] = Field(
+        "ce", description="ce: the data's next token; greedy: the target's own choice; kl: its whole distribution"
+    )
     rows: Literal["answers", "all"] = Field("answers", description="all also trains on prompts")
     chunk: int = Field(1024, ge=1, description="rows whose logits exist at once")
 

@@ -66,7 +66,8 @@ def estimate_memory(
     wide, narrow = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     hidden, inner = spec.hidden_size, spec.intermediate_size
     kept = item_draft * (12 * hidden + 4 * inner + 8 * wide + 6 * narrow) + 4 * 3 * (2 * wide + narrow)
-    logits = min(tokens, settings.objective.chunk) * spec.vocab_size * (12 if settings.objective.name == "ce" else 24)
+    scored = settings.draft.head_tokens or spec.vocab_size
+    logits = min(tokens, settings.objective.chunk) * scored * (24 if settings.objective.name == "kl" else 12)
     cache = 2 * narrow * item_target
     at_once = min(tokens, max(settings.target.max_batch_tokens, settings.data.max_length))
     passing = at_once * item_target * (4 * hidden + 3 * inner + 3 * wide)

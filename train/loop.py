@@ -25,6 +25,7 @@ from longdraft.train.metering import Meter
 from longdraft.train.objective import longspec_loss
 from longdraft.train.positions import lag_of_step
 from longdraft.train.provenance import write_run_file
+from longdraft.train.ranked_head import most_frequent
 from longdraft.train.samples import Packed, SampleStream, resumed_cursor
 from longdraft.train.target import FrozenTarget, load_target, load_tokenizer, resolve_dtype
 from longdraft.train.tracking import Tracker
@@ -76,6 +77,8 @@ class Run:
         self.target = load_target(settings.target, group.device)
         limit = position_limit(settings, self.target.spec.max_position)
         self.draft = build_draft(settings, self.target)
+        if self.draft.head_ids is not None and settings.draft.init_from is None:
+            self.draft.rank_head(most_frequent(self.corpus, tokenizer.all_special_ids, self.draft))
         self.engine: Engine = build_engine(self.draft, settings, group)
         if found:
             torch.set_rng_state(state.pop("rng.torch"))
@@ -171,7 +174,7 @@ class Run:
         norm = self.engine.step(rate)
         loss, hits = self.group.totals(float(torch.stack(losses).sum()), float(correct))
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise Diverged(self._diagnosis(step, micros, losses, loss, norm))
+            raise Diverged(self._diagnosis(step, micros, losses, loss / max(supervised, 1), norm))
         self._count(step, micros, int(tokens), int(supervised))
         meter.finish(loss, hits, supervised, tokens, lr=rate, grad_norm=norm, lag=lag)
         return following
@@ -188,7 +191,7 @@ class Run:
         names = every or self.group.gather_names([name for m in micros for name in m.names])
         last = self.checkpoints.latest()
         return (
-            f"step {step}: loss is {loss}, gradient norm {norm}, samples {', '.join(names)}; "
+            f"step {step}: loss is {loss:.6g} a token, gradient norm {norm}, samples {', '.join(names)}; "
             f"the last good checkpoint is {last or 'none'}: lower optim.lr or look at the samples"
         )
 

@@ -1,4 +1,4 @@
-"""What a LongSpec draft is trained on: the data's next tokens, or the target's own distribution of them.
+"""What a LongSpec draft is trained on: the data's next tokens, the target's own choice of them, or its distribution.
 
 Legend: T packed tokens, N supervised rows, E hidden size, V vocabulary.
 """
@@ -49,7 +49,8 @@ class _ChunkedDistillation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (grad_NE,) = ctx.saved_tensors
-        return grad_NE * grads[0].to(grad_NE.dtype), None, None, None
+        # One over a step's tokens, as a row: a scalar would be rounded to 16 bit and tilt all of the gradient alike.
+        return (grad_NE * grads[0].reshape(1)).to(grad_NE.dtype), None, None, None
 
 
 def linear_distillation(
@@ -82,13 +83,23 @@ def longspec_loss(
         lag: row t sees the target's keys 0 .. t - lag of its document.
         settings: which objective.
     """
-    distil = settings.name == "kl"
-    seen = target.capture(batch.id_T, batch.position_T, batch.cu, hidden=distil)
+    teaches = settings.name != "ce"
+    seen = target.capture(batch.id_T, batch.position_T, batch.cu, hidden=teaches)
     hidden_TE = draft.forward_packed(batch.id_T, batch.position_T, seen.k_TKD, seen.v_TKD, batch.cu, lag)
-    head_VE = draft.head_VE.to(hidden_TE.dtype)
-    if not distil:
-        return StepLoss(*linear_cross_entropy(hidden_TE, head_VE, batch.label_T, settings.chunk))
+    head_NE = draft.drafting_head_NE.to(hidden_TE.dtype)
+    if not teaches:
+        return StepLoss(*linear_cross_entropy(hidden_TE, head_NE, draft.ranked_label(batch.label_T), settings.chunk))
     assert seen.hidden_TE is not None
     row_N = (batch.label_T != IGNORED).nonzero().flatten()
     teacher_NE = seen.hidden_TE[row_N].to(hidden_TE.dtype)
-    return StepLoss(*linear_distillation(hidden_TE[row_N], teacher_NE, head_VE, settings.chunk))
+    if settings.name == "kl":
+        return StepLoss(*linear_distillation(hidden_TE[row_N], teacher_NE, head_NE, settings.chunk))
+    choice_N = greedy_choice(teacher_NE, head_NE, settings.chunk)
+    return StepLoss(*linear_cross_entropy(hidden_TE[row_N], head_NE, choice_N, settings.chunk))
+
+
+@torch.no_grad()
+def greedy_choice(teacher_NE: torch.Tensor, head_VE: torch.Tensor, chunk: int) -> torch.Tensor:
+    """The row of the head that each of the target's hidden rows scores highest, int64 ``[N]``, in row chunks."""
+    picks = [(rows @ head_VE.t()).argmax(-1) for rows in teacher_NE.split(chunk)]
+    return torch.cat(picks) if picks else torch.zeros(0, dtype=torch.int64, device=teacher_NE.device)

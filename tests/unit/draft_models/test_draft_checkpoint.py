@@ -260,5 +260,6 @@ def test_settings_default_to_the_papers_draft() -> None:
         "window": 512,
         "qkv_bias": False,
         "cross_q_norm": None,
+        "head_tokens": None,
         "final_norm": False,
     }

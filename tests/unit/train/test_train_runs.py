@@ -17,7 +17,7 @@ from longdraft.train.config import TargetSettings
 from longdraft.train.long_draft import main
 from longdraft.train.objective import StepLoss
 from longdraft.train.positions import lag_of_step
-from longdraft.train.target import load_target
+from longdraft.train.target import load_target, load_tokenizer
 
 TEXTS = [
     "short one",
@@ -129,12 +129,23 @@ def test_the_loss_is_normalised_over_the_whole_step(recipe: Path) -> None:
                 torch.testing.assert_close(weight, state[name], rtol=1e-4, atol=1e-5)
 
 
-def test_kl_on_all_rows_trains_too(recipe: Path) -> None:
-    losses = [
-        row["loss"]
-        for row in rows(train(recipe, "r", "objective.name=kl", "objective.rows=all", "schedule.max_steps=30"))
-    ]
+@pytest.mark.parametrize("extra", [(), ("draft.head_tokens=20",)], ids=["whole-head", "ranked-head"])
+@pytest.mark.parametrize("objective", ["kl", "greedy"])
+def test_what_the_target_says_on_all_rows_trains_too(recipe: Path, objective: str, extra: tuple[str, ...]) -> None:
+    settings = (f"objective.name={objective}", "objective.rows=all", "schedule.max_steps=30", *extra)
+    losses = [row["loss"] for row in rows(train(recipe, "r", *settings))]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_a_ranked_head_holds_the_training_texts_tokens_and_the_ends(recipe: Path) -> None:
+    run = train(recipe, "r", "draft.head_tokens=25", "schedule.max_steps=1")
+    target = load_target(TargetSettings(path="tiny-random:llama"), torch.device("cpu"))
+    draft = load_draft(run / "checkpoints" / "latest" / "draft", target.spec)
+    tokenizer = load_tokenizer(TargetSettings(path="tiny-random:llama"))
+    assert draft.head_ids is not None
+    held = set(draft.head_ids.tolist())
+    assert held >= set(tokenizer.all_special_ids)
+    assert held >= {tokenizer(" ").input_ids[0], tokenizer("x").input_ids[0], tokenizer("o").input_ids[0]}
 
 
 def test_init_from_starts_at_another_runs_draft(recipe: Path) -> None:
