@@ -2,9 +2,6 @@
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import time
 import urllib.error
@@ -12,6 +9,8 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from longdraft.bench.server import Server
 
 CPU_ARGUMENTS = [
     "--device",
@@ -35,16 +34,6 @@ SPECULATIVE = ["--speculative-algorithm", "LONGDRAFT", "--speculative-num-steps"
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 
 
-def free_port() -> int:
-    """A free port; SGLang derives another one 10,000 above it."""
-    while True:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = int(s.getsockname()[1])
-        if port < 55_000:
-            return port
-
-
 class HttpError(Exception):
     """An answer that is not 200."""
 
@@ -54,7 +43,7 @@ class HttpError(Exception):
 
 
 class ServerProcess:
-    """SGLang on a free port, up when the constructor's context is entered, its whole process group ended on exit."""
+    """SGLang on a free port, up when its context is entered, every process of it ended on exit."""
 
     def __init__(
         self,
@@ -64,69 +53,28 @@ class ServerProcess:
         environment: dict[str, str] | None = None,
         max_total_tokens: int = 40000,
     ) -> None:
-        self.port, self.log = free_port(), log
-        self.command = [
-            sys.executable,
-            "-m",
-            "sglang.launch_server",
-            "--model-path",
-            str(model),
-            "--port",
-            str(self.port),
-        ]
-        self.command += [*CPU_ARGUMENTS, "--max-total-tokens", str(max_total_tokens), *arguments]
-        threads = os.environ.get("OMP_NUM_THREADS", "2")
-        self.environment = {
-            **os.environ,
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_PLUGINS": "longdraft",
-            "OMP_NUM_THREADS": threads,
-            **(environment or {}),
-        }
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *CPU_ARGUMENTS]
+        command += ["--max-total-tokens", str(max_total_tokens), *arguments]
+        fixed = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "longdraft"}
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
+        self.server = Server("test", command, log, {**fixed, **threads, **(environment or {})})
+        self.log = log
 
-    def start(self) -> None:
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                self.command, env=self.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-
-    def wait_until_up(self, seconds: float = 240) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"server ended with {self.process.returncode}:\n{self.tail()}")
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
-                    return
-            except OSError:
-                time.sleep(0.25)
-        raise TimeoutError(f"server is not up after {seconds} s:\n{self.tail()}")
+    @property
+    def command(self) -> list[str]:
+        """The command line, to be changed before the start."""
+        return self.server.command
 
     def __enter__(self) -> "ServerProcess":
-        self.start()
-        try:
-            self.wait_until_up()
-        except BaseException:
-            self.stop()
-            raise
+        self.server.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait()
-
-    def tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        self.server.stop()
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return self.server.process.poll() is None
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 300) -> Any:
         """JSON answer of a POST, or :class:`HttpError`."""
@@ -135,7 +83,7 @@ class ServerProcess:
 
     def open(self, path: str, body: dict[str, Any], timeout: float = 300) -> Any:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+            self.server.address + path, json.dumps(body).encode(), {"content-type": "application/json"}
         )
         try:
             return urllib.request.urlopen(request, timeout=timeout)
@@ -143,7 +91,7 @@ class ServerProcess:
             raise HttpError(error.code, error.read().decode(errors="replace")) from None
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as reply:
+        with urllib.request.urlopen(self.server.address + path, timeout=60) as reply:
             return str(reply.read().decode())
 
     def generate(self, ids: Sequence[int], params: dict[str, Any] | None = None, **body: Any) -> dict[str, Any]:

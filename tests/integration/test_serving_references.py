@@ -128,7 +128,7 @@ def test_longdraft_serve_is_the_same_server(
 ) -> None:
     server = ServerProcess(tiny_target, ["--draft", str(tiny_draft), "--steps", "3", "--mode", "off"], tmp_path / "log")
     server.command[1:3] = ["-m", "longdraft.cli", "serve"]
-    server.command = [w for w in server.command if w not in CPU_ARGUMENTS]  # it knows what a CPU needs
+    server.command[:] = [w for w in server.command if w not in CPU_ARGUMENTS]  # it knows what a CPU needs
     params = {"max_new_tokens": 30, "ignore_eos": True}
     with server:
         want = tokens(plain.generate(KNOWN[0], params))

@@ -1,11 +1,13 @@
 """Causal, windowed and lagged attention of packed documents against dense masks, gradients included (D1)."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from attention_case import dense_reference
 
+from longdraft.kernels import packed_attention
 from longdraft.kernels.packed_attention import CHUNK, lagged_attention, packed_causal_attention
 
 
@@ -96,3 +98,33 @@ def test_no_gradient_and_no_value_crosses_documents() -> None:
     assert (k.grad[:6] == 0).all()
     assert (v.grad[:6] == 0).all()
     assert (v.grad[6:9] != 0).all()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_cudnn_never_attends(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's first choice on Hopper, whose backward pass is wrong; what the caller allowed comes back afterwards."""
+    honest, allowed = packed_attention.scaled_dot_product_attention, []
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        # Only FlashAttention groups heads without writing all scores, and it takes no mask.
+        assert kwargs.get("attn_mask") is None or args[0].shape[1] == args[1].shape[1]
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(packed_attention, "scaled_dot_product_attention", watched)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    packed_causal_attention(*packed(9), [0, 9], window)
+    assert allowed == [False]
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+@pytest.mark.parametrize(("length", "window"), [(1024, 512), (996, 512), (667, None)])
+def test_16_bit_gradients_are_near_the_exact_ones(length: int, window: int | None) -> None:
+    exact = [x.requires_grad_() for x in packed(length, 9, 3, 64)]
+    half = [x.detach().bfloat16().requires_grad_() for x in exact]
+    out = torch.randn(length, 9, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    packed_causal_attention(*exact, [0, length], window).backward(out.double())
+    packed_causal_attention(*half, [0, length], window).backward(out)
+    for want, got in zip(exact, half, strict=True):
+        assert want.grad is not None and got.grad is not None
+        assert float((got.grad - want.grad).norm() / want.grad.norm()) < 0.02
