@@ -6,9 +6,13 @@ Legend: T packed tokens, H query heads, K key/value heads, D head size. Document
 from functools import cache
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-CHUNK = 512  # query rows a block of the CPU path, so that a 32K document never makes an [L, L] mask
+CHUNK = 512  # query rows a block where torch attends, so that a 32K document never makes an [L, L] mask
+# Not cuDNN, which torch 2.11 asks first for 16-bit tensors on Hopper: its backward pass returns gradients that are not
+# finite for some lengths and masks while the forward pass is right (pytorch issue 196678 is one such case).
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @cache
@@ -24,11 +28,17 @@ def flash_varlen():  # type: ignore[no-untyped-def]
 
 
 def _sdpa_document(q_LHD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, window: int | None) -> torch.Tensor:
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_LHD, k_LKD, v_LKD))
-    length = q.shape[2]
+    length, heads = q_LHD.shape[:2]
     if window is None or window >= length:
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_LHD, k_LKD, v_LKD))
+        with sdpa_kernel(BACKENDS):  # the backward pass is that of the kernel chosen here
+            out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)
+    # With a mask, grouped heads would leave a GPU nothing but the kernel that writes all scores to memory.
+    group = heads // k_LKD.shape[1]
+    q, k, v = (
+        x.transpose(0, 1)[None] for x in (q_LHD, k_LKD.repeat_interleave(group, 1), v_LKD.repeat_interleave(group, 1))
+    )
     outs = []
     for start in range(0, length, CHUNK):
         end = min(start + CHUNK, length)
@@ -36,7 +46,8 @@ def _sdpa_document(q_LHD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor
         distance = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
         mask = (distance >= 0) & (distance < window)
         part = k[:, :, first:end], v[:, :, first:end]
-        outs.append(scaled_dot_product_attention(q[:, :, start:end], *part, attn_mask=mask, enable_gqa=True))
+        with sdpa_kernel(BACKENDS):
+            outs.append(scaled_dot_product_attention(q[:, :, start:end], *part, attn_mask=mask))
     return torch.cat(outs, 2)[0].transpose(0, 1)
 
 
