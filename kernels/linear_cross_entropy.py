@@ -38,7 +38,8 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (grad_NE,) = ctx.saved_tensors
-        return grad_NE * grads[0].to(grad_NE.dtype), None, None, None
+        # One over a step's tokens, as a row: a scalar would be rounded to 16 bit and tilt all of the gradient alike.
+        return (grad_NE * grads[0].reshape(1)).to(grad_NE.dtype), None, None, None
 
 
 def linear_cross_entropy(
