@@ -10,8 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 CHUNK = 512  # query rows a block where torch attends, so that a 32K document never makes an [L, L] mask
-# Not cuDNN, which torch 2.11 asks first for 16-bit tensors on Hopper: its backward pass returns gradients that are not
-# finite for some lengths and masks while the forward pass is right (pytorch issue 196678 is one such case).
+# Not cuDNN, which torch 2.11 asks first for 16-bit tensors on Hopper. Its backward pass is known to return gradients that
+# are not finite where the forward pass is right (pytorch issue 196678 is one case), and a 16-bit run on an H200 met an
+# infinite gradient beside a sound loss.
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

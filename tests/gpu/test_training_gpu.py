@@ -148,7 +148,7 @@ def test_a_16_bit_run_over_many_lengths_learns_what_float32_learns() -> None:
     half, full = (short_run(draft, target, batches, 60, 1e-3) for draft in pair(target))
     print(f"first {full[0]:.3f}, last six: bfloat16 {half[-6:]}, float32 {full[-6:]}")
     assert sum(full[-6:]) < sum(full[:6])
-    assert sum(half[-6:]) == pytest.approx(sum(full[-6:]), rel=0.03)
+    assert sum(half[-6:]) == pytest.approx(sum(full[-6:]), rel=0.1)
 
 
 @pytest.mark.parametrize("length", [576, 667, 704, 996, 1024])

@@ -102,7 +102,7 @@ def test_no_gradient_and_no_value_crosses_documents() -> None:
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_cudnn_never_attends(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's first choice on Hopper, whose backward pass is wrong; what the caller allowed comes back afterwards."""
+    """Torch's first choice on Hopper, whose backward pass may not be finite; what the caller allowed comes back afterwards."""
     honest, allowed = packed_attention.scaled_dot_product_attention, []
 
     def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
