@@ -32,7 +32,15 @@ class TargetSettings(Settings):
 
 
 class DraftSettings(LongSpecSettings):
+    init: Literal["random", "target"] = Field(
+        "random", description="first weights; target: the target's first layer, which already reads token embeddings"
+    )
     init_from: str | None = Field(None, description="draft folder whose weights and architecture the run starts from")
+
+    @property
+    def architecture(self) -> LongSpecSettings:
+        """What is stored in the checkpoint."""
+        return LongSpecSettings(**self.model_dump(include=set(LongSpecSettings.model_fields)))
 
 
 class DataSettings(Settings):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from longdraft.draft_models.config import LongSpecConfig, LongSpecSettings
+from longdraft.draft_models.config import LongSpecConfig
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.target import TargetSpec
 from longdraft.train.checkpoints import Checkpoints, check_trajectory
@@ -41,7 +41,7 @@ def count_parameters(config: Any, spec: TargetSpec, settings: TrainSettings) -> 
 
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.target.trust_remote_code)
-    draft = LongSpecDraft(LongSpecConfig(spec, LongSpecSettings(**settings.draft.model_dump(exclude={"init_from"}))))
+    draft = LongSpecDraft(LongSpecConfig(spec, settings.draft.architecture))
     return sum(p.numel() for p in target.parameters()), sum(p.numel() for p in draft.parameters())
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from longdraft.draft_models.checkpoint import load_draft
-from longdraft.draft_models.config import LongSpecConfig, LongSpecSettings, TrainingFacts
+from longdraft.draft_models.config import LongSpecConfig, TrainingFacts
+from longdraft.draft_models.initialise import initialise_from_target
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.errors import UserError
 from longdraft.train.checkpoints import Checkpoints, Progress, check_trajectory, lock_folder
@@ -48,8 +49,9 @@ def build_draft(settings: TrainSettings, target: FrozenTarget) -> LongSpecDraft:
         draft = load_draft(settings.draft.init_from, target.spec, dtype, target.device)
     else:
         torch.manual_seed(settings.run.seed)
-        architecture = LongSpecSettings(**settings.draft.model_dump(exclude={"init_from"}))
-        draft = LongSpecDraft(LongSpecConfig(target.spec, architecture))
+        draft = LongSpecDraft(LongSpecConfig(target.spec, settings.draft.architecture))
+        if settings.draft.init == "target":
+            initialise_from_target(draft, target.model)
         frequencies = draft.rotary.inverse
         draft = draft.to(device=target.device, dtype=dtype)
         draft.rotary.inverse = frequencies.to(target.device)  # a cast to 16 bit would bend far positions

@@ -1,0 +1,52 @@
+"""First weights from the target."""
+
+import pytest
+import torch
+from tiny import tiny_draft, tiny_target
+
+from longdraft.draft_models.initialise import initialise_from_target
+
+BLOCKS = {"self_attn", "self_norm", "mlp", "mlp_norm", "final_norm"}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "blocks"),
+    [
+        ("llama", {}, BLOCKS - {"final_norm"}),
+        ("llama", {"final_norm": True}, BLOCKS),
+        ("qwen2", {"qkv_bias": True}, BLOCKS - {"final_norm"}),
+        ("qwen2", {"qkv_bias": False}, BLOCKS - {"final_norm"}),
+        ("qwen3", {"final_norm": True}, {"mlp", "mlp_norm", "final_norm"}),
+    ],
+)
+def test_what_is_copied(family: str, settings: dict[str, bool], blocks: set[str]) -> None:
+    target = tiny_target(family)
+    draft = tiny_draft(target, **settings)
+    copied = initialise_from_target(draft, target.model)
+    assert {name.split(".")[0] for name in copied} == blocks
+    layer = target.model.model.layers[0]
+    assert torch.equal(draft.mlp.down_proj.weight, layer.mlp.down_proj.weight)
+    assert torch.equal(draft.self_attn.q_proj.weight, layer.self_attn.q_proj.weight) == ("self_attn" in blocks)
+    assert not draft.cross_attn.o_proj.weight.any()
+
+
+def test_the_drafts_hidden_rows_are_those_of_the_targets_first_layer() -> None:
+    """With nothing from the cross-attention and a window over everything, the draft is that layer."""
+    target = tiny_target("llama")
+    draft = tiny_draft(target)
+    initialise_from_target(draft, target.model)
+    ids, position = torch.arange(20, 60), torch.arange(40)
+    seen = target.capture(ids, position, [0, 40])
+    got = draft.forward_packed(ids, position, seen.k_TKD, seen.v_TKD, [0, 40], 1)
+    want = target.model.model(ids[None], output_hidden_states=True).hidden_states[1][0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_the_targets_weights_are_copies() -> None:
+    target = tiny_target("llama")
+    draft = tiny_draft(target)
+    initialise_from_target(draft, target.model)
+    before = target.model.model.layers[0].mlp.up_proj.weight.clone()
+    with torch.no_grad():
+        draft.mlp.up_proj.weight.add_(1)
+    assert torch.equal(target.model.model.layers[0].mlp.up_proj.weight, before)
