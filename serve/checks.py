@@ -8,6 +8,7 @@ from longdraft.draft_models.checkpoint import check_draft, read_config
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
 from longdraft.serve.settings import read_environment
+from longdraft.serve.target_layers import check_architecture
 
 # Flag of SGLang -> why it is refused. A flag counts as given when its value is truthy.
 REFUSED = {
@@ -84,6 +85,7 @@ def _check_models(server_args: Any) -> None:
     if folder is not None:
         config = read_config(folder)  # before SGLang parses the same file with a worse message
     model = server_args.get_model_config()
+    check_architecture(model)
     text = model.hf_text_config
     steps = server_args.speculative_num_steps or 4
     rope = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})

@@ -49,13 +49,19 @@ class DecodeStep:
         runs = self._keep(batch, drafts, seen)
         return self._result(batch, runs, seen)
 
+    def mode_of(self, req: Any) -> str:
+        """The request's mode, read once; its counters are attached with it."""
+        counters = stats.attached(req)
+        if counters is None:
+            counters = stats.attach(req, request_settings(own_params(req)).mode or self.settings.mode)
+        return counters.mode
+
     def _propose(self, batch: ScheduleBatch) -> list[list[int]]:
         """Draft tokens of each request; a drafter that fails costs its requests nothing but speed."""
         drafts: list[list[int]] = [[] for _ in batch.reqs]
         wanting: dict[int, DraftRequest] = {}
         for index, req in enumerate(batch.reqs):
-            mode = request_settings(own_params(req)).mode or self.settings.mode
-            stats.attach(req, mode)
+            mode = self.mode_of(req)
             tokens = Tokens(req)
             limit = min(self.stride - 1, room(req) - 1, req.kv_allocated_len - tokens.cached - 1)
             if mode == "full" and limit > 0:

@@ -16,7 +16,6 @@ class RequestStats:
     accept: AcceptStats
     rounds: int = 0
     failures: int = 0
-    tokens: int = 0
 
     def summary(self) -> dict[str, Any]:
         """What the response's ``meta_info`` carries."""
@@ -47,12 +46,16 @@ class LatestSummary(list[dict[str, Any]]):
         return [self.stats.summary()] if isinstance(key, slice) else self.stats.summary()
 
 
+def attached(req: Any) -> RequestStats | None:
+    """The request's counters, if it has any yet."""
+    holder = (req.customized_info or {}).get(KEY)
+    return holder.stats if isinstance(holder, LatestSummary) else None
+
+
 def attach(req: Any, mode: str) -> RequestStats:
     """The request's counters, made on first use and kept with the request (a retraction does not reset them)."""
-    if req.customized_info is None:
-        req.customized_info = {}
-    holder = req.customized_info.get(KEY)
-    if holder is None:
-        holder = req.customized_info[KEY] = LatestSummary(RequestStats(mode, AcceptStats()))
-    assert isinstance(holder, LatestSummary)
-    return holder.stats
+    found = attached(req)
+    if found is None:
+        found = RequestStats(mode, AcceptStats())
+        req.customized_info = {**(req.customized_info or {}), KEY: LatestSummary(found)}
+    return found

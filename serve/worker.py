@@ -19,6 +19,7 @@ from longdraft.serve.drafters.longspec import LongSpecDrafter
 from longdraft.serve.sampling.target_choice import target_choice
 from longdraft.serve.settings import read_environment
 from longdraft.serve.spec_inputs import DraftInput
+from longdraft.serve.target_layers import check_layers
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class LongDraftWorker(BaseSpecWorker):
         self._target_worker = target_worker
         self.runner = target_worker.model_runner
         self.prefix_backend = None if settings.attention == "auto" else settings.attention
+        check_layers(self.runner.model)
         # The draft's memory is taken here, before SGLang sizes its cache pool.
         self.drafter = build_drafter(server_args, settings, self.runner)
         self.step = DecodeStep(target_worker, self.drafter, settings, server_args.speculative_num_draft_tokens)
@@ -86,6 +88,8 @@ class LongDraftWorker(BaseSpecWorker):
         else:
             result = self._target_worker.forward_batch_generation(batch, is_verify=True)
             output, reqs = result.logits_output, batch.reqs
+            for req in reqs:
+                self.step.mode_of(req)  # a request that ends here still reports its counters
             position_B = batch.seq_lens.to(torch.int64) - 1
             choice_B, logits_BV = target_choice(output.next_token_logits, reqs, [[] for _ in reqs], position_B)
             result.next_token_ids = choice_B
