@@ -16,7 +16,7 @@ HELD_OUT_MODULES = ("argparse.py", "textwrap.py")
 HELD_OUT_TOPICS = ("naming", "specialnames")
 SKIPPED_PACKAGES = ("__pycache__", "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "encodings")
 SHORTEST, LONGEST = 1500, 8000  # characters of a training document; longer texts are cut into several
-EACH = 300  # documents of code, and as many of prose
+EACH = 64  # documents of code, and as many of prose
 SHARED = 80  # characters of a paragraph that no training document may share with a held-out one
 
 
