@@ -56,7 +56,7 @@ class ServerProcess:
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *CPU_ARGUMENTS]
         command += ["--max-total-tokens", str(max_total_tokens), *arguments]
         fixed = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "longdraft"}
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2")}
+        threads = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
         self.server = Server("test", command, log, {**fixed, **threads, **(environment or {})})
         self.log = log
 
