@@ -1,9 +1,13 @@
-"""First weights of a draft from its target: the target's first layer knows what to make of token embeddings.
+"""First weights of a draft from its target: copies of the target's first layer, and a least-squares fit behind them.
 
-A draft that starts there needs a fraction of the tokens that random weights need. On SmolLM2-135M after 131K tokens its
-first-step agreement with the target was 27 % on held-out text, against 23 % from random weights.
+The first layer knows what to make of token embeddings. What its MLP finds there, fitted in one step to the target's last hidden
+rows, is a draft at once: on SmolLM2-135M, 20K tokens for the fit gave the agreement on held-out text (19 %) that took 100K
+tokens of training from random weights.
+
+Legend: N rows, E hidden size, I intermediate size.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,3 +54,47 @@ def _copy(draft: LongSpecDraft, to: str, source: Any) -> list[str]:
     for name, weight in own.items():
         weight.copy_(given[name])
     return [f"{to}.{name}" for name in own]
+
+
+FitBatch = tuple[Callable[[], torch.Tensor], torch.Tensor, torch.Tensor]
+RIDGE = 1e-2  # share of the features' mean square that is added to the diagonal
+
+
+@torch.no_grad()
+def fit_to_hidden(draft: LongSpecDraft, batches: Iterable[FitBatch]) -> int:
+    """Set the MLP's output projection to the ridge regression of the target's last hidden rows on the MLP's features.
+
+    Args:
+        draft: changed in place; bound to its target, other weights set.
+        batches: a call that runs the draft over some tokens (its result is not used), the target's rows ``[T, E]`` before
+            the head of the same tokens, and the rows ``[N]`` of them to fit.
+
+    Returns:
+        Rows fitted; with none the draft stays as it is.
+    """
+    inner, hidden = draft.config.target.intermediate_size, draft.config.target.hidden_size
+    device = draft.mlp.down_proj.weight.device
+    gram_II = torch.zeros(inner, inner, device=device)
+    moment_IE = torch.zeros(inner, hidden, device=device)
+    rows, seen = 0, dict[str, torch.Tensor]()
+    hooks = [
+        draft.mlp_norm.register_forward_pre_hook(lambda _, args: seen.update(residual=args[0])),
+        draft.mlp.down_proj.register_forward_pre_hook(lambda _, args: seen.update(features=args[0])),
+    ]
+    try:
+        for run, target_TE, row_N in batches:
+            run()
+            want_NE = target_TE[row_N].float()
+            if draft.final_norm is not None:  # what the norm is to turn into the target's rows
+                want_NE = want_NE / draft.final_norm.weight.float()
+            feature_NI = seen["features"][row_N].float()
+            gram_II += feature_NI.t() @ feature_NI
+            moment_IE += feature_NI.t() @ (want_NE - seen["residual"][row_N].float())
+            rows += len(row_N)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if rows:
+        gram_II.diagonal().add_(RIDGE * gram_II.diagonal().mean())
+        draft.mlp.down_proj.weight.copy_(torch.linalg.solve(gram_II, moment_IE).t())
+    return rows

@@ -37,6 +37,10 @@ class DraftSettings(LongSpecSettings):
     )
     init_from: str | None = Field(None, description="draft folder whose weights and architecture the run starts from")
 
+    fit_tokens: int = Field(
+        0, ge=0, description="before the first step, fit the MLP's output to the target on so many tokens; 0 is off"
+    )
+
     @property
     def architecture(self) -> LongSpecSettings:
         """What is stored in the checkpoint."""

@@ -12,23 +12,20 @@ from typing import Any
 
 import torch
 
-from longdraft.draft_models.checkpoint import load_draft
-from longdraft.draft_models.config import LongSpecConfig, TrainingFacts
-from longdraft.draft_models.initialise import initialise_from_target
-from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.config import TrainingFacts
 from longdraft.errors import UserError
 from longdraft.train.checkpoints import Checkpoints, Progress, check_trajectory, lock_folder
 from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Corpus
 from longdraft.train.engine import Engine, Group, StopSignal, build_engine
 from longdraft.train.evaluation import cut_prompts, evaluate
+from longdraft.train.first_weights import build_draft, fit, rank_head
 from longdraft.train.metering import Meter
 from longdraft.train.objective import longspec_loss
 from longdraft.train.positions import lag_of_step
 from longdraft.train.provenance import write_run_file
-from longdraft.train.ranked_head import most_frequent
 from longdraft.train.samples import Packed, SampleStream, resumed_cursor
-from longdraft.train.target import FrozenTarget, load_target, load_tokenizer, resolve_dtype
+from longdraft.train.target import load_target, load_tokenizer
 from longdraft.train.tracking import Tracker
 
 Window = Future[tuple[list[Packed], int]]
@@ -36,26 +33,6 @@ Window = Future[tuple[list[Packed], int]]
 
 class Diverged(RuntimeError):
     """A loss or gradient that is not finite; the message names the step, the samples and the last good checkpoint."""
-
-
-def build_draft(settings: TrainSettings, target: FrozenTarget) -> LongSpecDraft:
-    """The draft in its training dtype, from ``draft.init_from`` or from the seed, bound to the target.
-
-    Raises:
-        UserError: a folder to start from that does not fit the target.
-    """
-    dtype = resolve_dtype(settings.engine.dtype, target.device)
-    if settings.draft.init_from is not None:
-        draft = load_draft(settings.draft.init_from, target.spec, dtype, target.device)
-    else:
-        torch.manual_seed(settings.run.seed)
-        draft = LongSpecDraft(LongSpecConfig(target.spec, settings.draft.architecture))
-        if settings.draft.init == "target":
-            initialise_from_target(draft, target.model)
-        frequencies = draft.rotary.inverse
-        draft = draft.to(device=target.device, dtype=dtype)
-        draft.rotary.inverse = frequencies.to(target.device)  # a cast to 16 bit would bend far positions
-    return draft.train().bind(target.embedding_VE, target.head_VE)
 
 
 class Run:
@@ -79,8 +56,8 @@ class Run:
         self.target = load_target(settings.target, group.device)
         limit = position_limit(settings, self.target.spec.max_position)
         self.draft = build_draft(settings, self.target)
-        if self.draft.head_ids is not None and settings.draft.init_from is None:
-            self.draft.rank_head(most_frequent(self.corpus, tokenizer.all_special_ids, self.draft))
+        rank_head(self.draft, settings, self.corpus, tokenizer)
+        fitted = 0 if found else fit(self.draft, self.target, settings, self.corpus, limit, group)
         self.engine: Engine = build_engine(self.draft, settings, group)
         if found:
             torch.set_rng_state(state.pop("rng.torch"))
@@ -91,6 +68,8 @@ class Run:
         self.saved_step = self.progress.step if found else -1
         self.tracker = Tracker(settings, self.progress.step, group.rank == 0)
         self._announce(command, found)
+        if fitted:
+            self.tracker.say(f"the MLP's output was fitted to the target on {fitted:,} rows")
 
     def _prompts(self, tokenizer: Any) -> list[list[int]]:
         s = self.settings

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import tiny_draft, tiny_target
 
-from longdraft.draft_models.initialise import initialise_from_target
+from longdraft.draft_models.initialise import fit_to_hidden, initialise_from_target
 
 BLOCKS = {"self_attn", "self_norm", "mlp", "mlp_norm", "final_norm"}
 
@@ -50,3 +50,34 @@ def test_the_targets_weights_are_copies() -> None:
     with torch.no_grad():
         draft.mlp.up_proj.weight.add_(1)
     assert torch.equal(target.model.model.layers[0].mlp.up_proj.weight, before)
+
+
+@pytest.mark.parametrize("final_norm", [False, True])
+def test_a_fit_finds_the_output_that_made_the_rows(final_norm: bool) -> None:
+    """Rows of a second draft that differs in its MLP's output alone; the rows that are left out hold anything."""
+    target = tiny_target("llama")
+    draft, maker = (tiny_draft(target, final_norm=final_norm) for _ in range(2))
+    with torch.no_grad():
+        maker.mlp.down_proj.weight.normal_(std=0.3)
+    ids, position = torch.randint(0, 288, (600,)), torch.arange(600)
+    seen = target.capture(ids, position, [0, 600])
+    inputs = (ids, position, seen.k_TKD, seen.v_TKD, [0, 600], 1)
+    with torch.no_grad():
+        rows = maker.forward_packed(*inputs)
+        if final_norm:  # the fit aims at rows of root mean square 1 before the norm's weight: give it the unnormed ones
+            assert draft.final_norm is not None and maker.final_norm is not None
+            weight = maker.final_norm.weight
+            maker.final_norm = None
+            rows = maker.forward_packed(*inputs) * weight
+    rows[:100] = 1e6
+    fitted = fit_to_hidden(draft, [(lambda: draft.forward_packed(*inputs), rows, torch.arange(100, 600))])
+    assert fitted == 500
+    got, want = draft.mlp.down_proj.weight, maker.mlp.down_proj.weight
+    assert (got - want).norm() < 0.25 * want.norm()  # ridge pulls it towards zero a little
+
+
+def test_a_fit_without_rows_changes_nothing() -> None:
+    draft = tiny_draft(tiny_target("llama"))
+    before = draft.mlp.down_proj.weight.clone()
+    assert fit_to_hidden(draft, []) == 0
+    assert torch.equal(draft.mlp.down_proj.weight, before)

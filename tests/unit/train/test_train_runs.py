@@ -137,6 +137,17 @@ def test_what_the_target_says_on_all_rows_trains_too(recipe: Path, objective: st
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
+def test_a_fit_before_the_first_step_lowers_its_loss_and_a_resumed_run_keeps_its_weights(recipe: Path) -> None:
+    settings = ("draft.init=target", "objective.name=greedy", "objective.rows=all", "schedule.max_steps=2")
+    without = rows(train(recipe, "without", *settings))[0]["loss"]
+    whole = train(recipe, "whole", *settings, "draft.fit_tokens=1500")
+    assert rows(whole)[0]["loss"] < 0.9 * without
+    train(recipe, "parts", *settings, "draft.fit_tokens=1500", "schedule.max_steps=1")
+    parts = train(recipe, "parts", *settings, "draft.fit_tokens=1500")
+    want, got = final_state(whole), final_state(parts)
+    assert all(torch.equal(want[key], got[key]) for key in want)
+
+
 def test_a_ranked_head_holds_the_training_texts_tokens_and_the_ends(recipe: Path) -> None:
     run = train(recipe, "r", "draft.head_tokens=25", "schedule.max_steps=1")
     target = load_target(TargetSettings(path="tiny-random:llama"), torch.device("cpu"))

@@ -1,0 +1,87 @@
+"""A draft's weights before the first step: from the seed, the target, a fit to it, or another draft.
+
+Legend: T packed tokens.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from longdraft.draft_models.checkpoint import load_draft
+from longdraft.draft_models.config import LongSpecConfig
+from longdraft.draft_models.initialise import FitBatch, fit_to_hidden, initialise_from_target
+from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.kernels.linear_cross_entropy import IGNORED
+from longdraft.train.config import TrainSettings
+from longdraft.train.documents import Corpus
+from longdraft.train.engine import Group
+from longdraft.train.ranked_head import most_frequent
+from longdraft.train.samples import SampleStream
+from longdraft.train.target import FrozenTarget, resolve_dtype
+
+
+def build_draft(settings: TrainSettings, target: FrozenTarget) -> LongSpecDraft:
+    """The draft in its training dtype, from ``draft.init_from``, the target or the seed, bound to the target.
+
+    Raises:
+        UserError: a folder to start from that does not fit the target.
+    """
+    dtype = resolve_dtype(settings.engine.dtype, target.device)
+    if settings.draft.init_from is not None:
+        draft = load_draft(settings.draft.init_from, target.spec, dtype, target.device)
+    else:
+        torch.manual_seed(settings.run.seed)
+        draft = LongSpecDraft(LongSpecConfig(target.spec, settings.draft.architecture))
+        if settings.draft.init == "target":
+            initialise_from_target(draft, target.model)
+        frequencies = draft.rotary.inverse
+        draft = draft.to(device=target.device, dtype=dtype)
+        draft.rotary.inverse = frequencies.to(target.device)  # a cast to 16 bit would bend far positions
+    return draft.train().bind(target.embedding_VE, target.head_VE)
+
+
+def rank_head(draft: LongSpecDraft, settings: TrainSettings, corpus: Corpus, tokenizer: Any) -> None:
+    """Give a new draft's ranked head its tokens; a draft of another folder brings its own."""
+    if draft.head_ids is not None and settings.draft.init_from is None:
+        draft.rank_head(most_frequent(corpus, tokenizer.all_special_ids, draft))
+
+
+def fit(
+    draft: LongSpecDraft, target: FrozenTarget, settings: TrainSettings, corpus: Corpus, limit: int, group: Group
+) -> int:
+    """``draft.fit_tokens``: fit the MLP's output on the first samples; every rank ends with rank 0's weights.
+
+    Returns:
+        Rows that were fitted; 0 if the fit is off or the run starts from another draft.
+    """
+    if not settings.draft.fit_tokens or settings.draft.init_from is not None:
+        return 0
+    rows = fit_to_hidden(draft, _batches(draft, target, settings, corpus, limit)) if group.rank == 0 else 0
+    weight = draft.mlp.down_proj.weight
+    shared = weight.detach().float() if group.rank == 0 else torch.zeros_like(weight, dtype=torch.float32)
+    weight.data.copy_(group.sum(shared))
+    return int(group.totals(rows)[0])
+
+
+def _batches(
+    draft: LongSpecDraft, target: FrozenTarget, settings: TrainSettings, corpus: Corpus, limit: int
+) -> Iterator[FitBatch]:
+    stream, cursor, tokens = SampleStream(corpus, settings, limit, 0, 1), 0, 0
+    while tokens < settings.draft.fit_tokens:
+        micros, cursor = stream.window(cursor)
+        for micro in (m.to(target.device) for m in micros):
+            seen = target.capture(micro.id_T, micro.position_T, micro.cu, hidden=True)
+            assert seen.hidden_TE is not None
+            run = partial(
+                draft.forward_packed,
+                micro.id_T,
+                micro.position_T,
+                seen.k_TKD,
+                seen.v_TKD,
+                micro.cu,
+                settings.lag.min,
+            )
+            yield run, seen.hidden_TE, (micro.label_T != IGNORED).nonzero().flatten()
+            tokens += len(micro.id_T)
