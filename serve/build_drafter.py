@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from longdraft.draft_models.checkpoint import load_draft
+from longdraft.draft_models.checkpoint import load_draft, read_config
 from longdraft.draft_models.target import TargetSpec
 from longdraft.serve.drafters.base import Drafter
 from longdraft.serve.drafters.longspec import LongSpecDrafter
@@ -33,6 +33,14 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any) -> Dra
         logger.error(
             "longdraft: the draft in %s has weights that are not finite: answers stay right, nothing it drafts will be kept",
             folder,
+        )
+    trained = read_config(folder)["longdraft"]["training"]["max_lag"]
+    steps = server_args.speculative_num_steps
+    if 0 < trained < steps:
+        logger.warning(
+            "longdraft: %d draft steps are served, the draft was trained for %d: the later ones will rarely be kept",
+            steps,
+            trained,
         )
     attention = None if settings.attention == "auto" else settings.attention
     return LongSpecDrafter(

@@ -60,19 +60,25 @@ class LongDraftWorker(BaseSpecWorker):
             self.drafter.bind_cache(pool.get_key_buffer(last), pool.get_value_buffer(last))
 
     def clear_cache_pool(self) -> None:
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        """Forget every request; read the target's embedding and head again, since its weights may be new."""
         self.drafter.clear()
+        if isinstance(self.drafter, LongSpecDrafter):
+            self.drafter.draft.bind(*self.runner.model.get_embed_and_head())
 
     def update_weights_from_disk(self, request: Any) -> tuple[bool, str]:
-        """The target has new weights in place; what the draft remembers of its embeddings is stale."""
-        self.drafter.clear()
+        """The target has new weights in place; what the draft remembers of them is stale."""
+        self._start_anew()
         return True, "longdraft keeps its draft and forgets its state"
 
     def update_weights_from_ipc(self, request: Any) -> tuple[bool, str]:
         return self.update_weights_from_disk(request)
 
     def update_weights_from_tensor(self, request: Any) -> tuple[bool, str]:
-        self.drafter.clear()
         result: tuple[bool, str] = self._target_worker.update_weights_from_tensor(request)
+        self._start_anew()
         return result
 
     def prepare_for_kv_cache_release(self, req: Any) -> None:
