@@ -17,6 +17,7 @@ from longdraft.serve import stats
 from longdraft.serve.drafters.base import Drafter, DraftRequest
 from longdraft.serve.emission import emitted, room
 from longdraft.serve.sampling.rows import RowParams
+from longdraft.serve.sampling.target_choice import target_choice
 from longdraft.serve.settings import ServeSettings, request_settings
 from longdraft.serve.simulate import forced_acceptance
 from longdraft.serve.spec_inputs import DraftInput
@@ -70,8 +71,8 @@ class DecodeStep:
         if not wanting:
             return drafts
         members = [batch.reqs[index] for index in wanting]
-        params = RowParams.build(members, [1] * len(members), batch.seq_lens.device)
         try:
+            params = RowParams.build(members, [1] * len(members), batch.seq_lens.device)
             proposed = self.drafter.propose(list(wanting.values()), params.choose)
         except Exception:
             logger.exception("longdraft: the drafter failed, its requests go on without drafts for this step")
@@ -83,15 +84,30 @@ class DecodeStep:
             drafts[index] = [min(max(i, 0), self.vocab - 1) for i in ids]
         return drafts
 
+    def first_choice(
+        self, logits_BV: torch.Tensor, reqs: list[Any], position_B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:func:`target_choice` behind a prefill; a request for which it fails ends with an error, alone."""
+        try:
+            return target_choice(logits_BV, reqs, [[] for _ in reqs], position_B)
+        except Exception:
+            logger.exception("longdraft: first tokens could not be chosen together, each is chosen alone")
+        parts = []
+        for i, req in enumerate(reqs):
+            try:
+                parts.append(target_choice(logits_BV[i : i + 1], [req], [[]], position_B[i : i + 1]))
+            except Exception:
+                _give_up(req)
+                parts.append((torch.zeros_like(position_B[:1]), torch.zeros_like(logits_BV[:1], dtype=torch.float32)))
+        return torch.cat([choice for choice, _ in parts]), torch.cat([logits for _, logits in parts])
+
     def _verify_alone(self, batch: ScheduleBatch, index: int) -> Verified:
         """Plain decoding of one request; if even that fails, the request ends with an error."""
         try:
             return verify(self.target_worker, batch, [index], [[]])
         except Exception:
             req = batch.reqs[index]
-            logger.exception("longdraft: request %s cannot be verified and is aborted", req.rid)
-            message = "longdraft could not verify this request: see the server's log"
-            req.to_finish = FINISH_ABORT(message, 500, "InternalServerError")
+            _give_up(req)
             device = batch.seq_lens.device
             last = torch.tensor([Tokens(req).newest], device=device)
             return Verified(last, torch.zeros(1, self.vocab, device=device), [0, 1])
@@ -141,6 +157,13 @@ class DecodeStep:
             next_draft_input=DraftInput(),
             can_run_cuda_graph=False,
         )
+
+
+def _give_up(req: Any) -> None:
+    """End a request with an error; called where its exception is handled."""
+    logger.exception("longdraft: request %s cannot be verified and is aborted", req.rid)
+    message = "longdraft could not verify this request: see the server's log"
+    req.to_finish = FINISH_ABORT(message, 500, "InternalServerError")
 
 
 def logits_output(logits_TV: torch.Tensor) -> Any:

@@ -12,14 +12,15 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.draft_models.checkpoint import read_config
+from longdraft.kernels.few_rows_linear import few_rows_linear
 from longdraft.kernels.prefix_attention import gather_slots
 from longdraft.serve.checks import exit_on_user_error
-from longdraft.serve.settings import request_settings
+from longdraft.serve.request_checks import check_sampling_params
 
 
-def check_request(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Bad ``custom_params`` become HTTP 400 in the front end; in the scheduler they would end the server."""
-    request_settings(self.custom_params)
+def check_request(self: Any, vocab_size: int) -> None:
+    """Wrong types become HTTP 400 in the front end; in the scheduler they would end the server."""
+    check_sampling_params(self, vocab_size)
 
 
 def early_arguments(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -75,6 +76,24 @@ def extend_attention(
     return output
 
 
+def linear_on_cpu(original: Any, self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    """A verification has a few rows, and the CPU's product for a few rows costs more than twice that for one."""
+    if x.device.type != "cpu" or getattr(layer, "use_intel_amx_backend", False):
+        return original(self, layer, x, bias)
+    return few_rows_linear(x, layer.weight, bias)
+
+
+def head_on_cpu(
+    original: Any, self: Any, hidden: torch.Tensor, head: torch.nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    """The same for the output head, where it is a plain float32 matrix."""
+    weight = getattr(head, "weight", None)
+    other = hasattr(head, "set_lora") or getattr(head, "use_intel_amx_backend", False)
+    if other or not isinstance(weight, torch.Tensor) or not hidden.dtype == weight.dtype == torch.float32:
+        return original(self, hidden, head, *args, **kwargs)
+    return few_rows_linear(hidden, weight)
+
+
 def mask_on_cpu(original: Any, *args: Any, **kwargs: Any) -> None:
     """xgrammar can mask logits on a CPU; SGLang's wrapper refuses to ask it."""
     logits: Any = kwargs.get("logits")
@@ -97,6 +116,8 @@ CPU_HOOKS: list[tuple[str, Any, HookType]] = [
         extend_attention,
         HookType.REPLACE,
     ),
+    ("sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply", linear_on_cpu, HookType.AROUND),
+    ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", head_on_cpu, HookType.AROUND),
     ("sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask", mask_on_cpu, HookType.AROUND),
     ("sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", mask_on_cpu, HookType.AROUND),
 ]

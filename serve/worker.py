@@ -16,7 +16,6 @@ from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.build_drafter import build_drafter
 from longdraft.serve.decode_step import DecodeStep
 from longdraft.serve.drafters.longspec import LongSpecDrafter
-from longdraft.serve.sampling.target_choice import target_choice
 from longdraft.serve.settings import read_environment
 from longdraft.serve.spec_inputs import DraftInput
 from longdraft.serve.target_layers import check_layers
@@ -85,6 +84,9 @@ class LongDraftWorker(BaseSpecWorker):
         self.drafter.forget(req.rid)
 
     def forward_batch_generation(self, batch: ScheduleBatch, on_publish: Any = None) -> GenerationBatchResult:
+        if batch.token_ids_logprobs and any(ids is not None for ids in batch.token_ids_logprobs):
+            # SGLang fails where only some of a batch ask for these; no token is what the others ask for.
+            batch.token_ids_logprobs = [ids or [] for ids in batch.token_ids_logprobs]
         return self._prefill(batch) if batch.forward_mode.is_extend() else self.step.run(batch)
 
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
@@ -97,7 +99,7 @@ class LongDraftWorker(BaseSpecWorker):
             for req in reqs:
                 self.step.mode_of(req)  # a request that ends here still reports its counters
             position_B = batch.seq_lens.to(torch.int64) - 1
-            choice_B, logits_BV = target_choice(output.next_token_logits, reqs, [[] for _ in reqs], position_B)
+            choice_B, logits_BV = self.step.first_choice(output.next_token_logits, reqs, position_B)
             result.next_token_ids = choice_B
             if batch.return_logprob:
                 logprob_BV = torch.log_softmax(logits_BV / batch.sampling_info.temperatures, -1)

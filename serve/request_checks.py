@@ -1,0 +1,47 @@
+"""What a request may hold: the wrong type of a sampling parameter is HTTP 400 in the front end; in the scheduler it would end the server."""
+
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from longdraft.errors import UserError
+from longdraft.serve.settings import request_settings
+
+INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "sampling_seed")
+
+
+def check_sampling_params(params: Any, vocab: int) -> None:
+    """Check what SGLang's own verification passes on.
+
+    Args:
+        params: SGLang's ``SamplingParams``.
+        vocab: tokens of the target.
+
+    Raises:
+        UserError: ``custom_params``, an integer, a stop token or a logit bias that is none, with its name.
+    """
+    request_settings(params.custom_params)
+    for name in INTEGERS:
+        value = getattr(params, name)
+        if value is not None and not _is_integer(value):
+            raise UserError(f"{name} must be an integer, got {type(value).__name__} {value!r}")
+        if value is not None and name != "sampling_seed" and value >= 1 << 31:
+            raise UserError(f"{name} must be below 2147483648, got {value}")
+    for token in params.stop_token_ids or ():
+        if not _is_integer(token):
+            raise UserError(f"stop_token_ids must hold integers, got {type(token).__name__} {token!r}")
+        if params.min_new_tokens and not 0 <= token < vocab:
+            raise UserError(f"stop_token_ids must be 0 to {vocab - 1} where min_new_tokens is set, got {token}")
+    bias = params.logit_bias
+    if bias is None:
+        return
+    if not isinstance(bias, Mapping):
+        raise UserError(f"logit_bias must map token ids to numbers, got {type(bias).__name__} {bias!r}")
+    for token, value in bias.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
+            raise UserError(f"logit_bias[{token}] must be a number, got {type(value).__name__} {value!r}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
