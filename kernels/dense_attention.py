@@ -28,6 +28,8 @@ def dense_attention(
         return torch.zeros_like(q_THD), q_THD.new_full((rows, heads), float("-inf"), dtype=work)
     group = heads // kv_heads
     q_KRD = q_THD.view(rows, kv_heads, group, size).permute(1, 2, 0, 3).reshape(kv_heads, group * rows, size)
+    if visible_TN is None and q_THD.device.type == "cpu" and not torch.is_grad_enabled():
+        return _fused_on_cpu(q_KRD, k_NKD, v_NKD, scale, q_THD)
     k_KDN = k_NKD.permute(1, 2, 0)
     v_KND = v_NKD.transpose(0, 1)
     # Scores are float32 or wider: rounded to bfloat16 a sharp one is off by tenths, and float16 overflows before the scale.
@@ -50,3 +52,19 @@ def dense_attention(
     out_THD = out_KRD.view(kv_heads, group, rows, size).permute(2, 0, 1, 3).reshape(rows, heads, size)
     lse_TH = lse_KR.view(kv_heads, group, rows).permute(2, 0, 1).reshape(rows, heads)
     return out_THD.to(q_THD.dtype), lse_TH
+
+
+def _fused_on_cpu(
+    q_KRD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor, scale: float, q_THD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torch's own fused CPU kernel, which returns the natural log-sum-exp; the heads of a group are rows of one head."""
+    rows, heads, size = q_THD.shape
+    kv_heads = k_NKD.shape[1]
+    out_KRD, lse_KR = (
+        part[0]
+        for part in torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_KRD[None], k_NKD.transpose(0, 1)[None], v_NKD.transpose(0, 1)[None], scale=scale
+        )
+    )
+    out_THD = out_KRD.view(kv_heads, heads // kv_heads, rows, size).permute(2, 0, 1, 3).reshape(rows, heads, size)
+    return out_THD, lse_KR.view(kv_heads, heads // kv_heads, rows).permute(2, 0, 1).reshape(rows, heads)

@@ -18,6 +18,7 @@ class AttentionPlan:
         lens: prefix length of each request, may be 0.
         cu_rows: row offsets of the requests in the flat new tokens, ``B + 1`` entries from 0 to T.
         lens_B, cu_rows_B1: the same as int32 tensors on the device.
+        runs: on a CPU, the cache rows of each prefix whose slots are consecutive; None where they are not.
     """
 
     pages_BW: torch.Tensor
@@ -25,6 +26,7 @@ class AttentionPlan:
     cu_rows: list[int]
     lens_B: torch.Tensor
     cu_rows_B1: torch.Tensor
+    runs: tuple[slice | None, ...]
 
     @staticmethod
     def build(pages_BW: torch.Tensor, lens: list[int], rows: list[int]) -> "AttentionPlan":
@@ -51,6 +53,7 @@ class AttentionPlan:
             cu,
             torch.tensor(lens, dtype=torch.int32, device=device),
             torch.tensor(cu, dtype=torch.int32, device=device),
+            tuple(consecutive(pages_BW[b, :n]) for b, n in enumerate(lens)),
         )
 
     @property
@@ -63,3 +66,13 @@ class AttentionPlan:
 
     def __len__(self) -> int:
         return len(self.lens)
+
+
+def consecutive(slots_N: torch.Tensor) -> slice | None:
+    """The cache rows of slots that follow one another, on a CPU: a view costs nothing, a copy more than the attention."""
+    if not slots_N.numel() or slots_N.device.type != "cpu":
+        return None
+    first, last = int(slots_N[0]), int(slots_N[-1])
+    if last - first + 1 != slots_N.numel() or not bool((slots_N[1:] - slots_N[:-1] == 1).all()):
+        return None
+    return slice(first, last + 1)

@@ -9,21 +9,15 @@ import torch
 
 from longdraft.kernels.dense_attention import dense_attention
 from longdraft.kernels.fa3 import fa3_available, fa3_prefix_attention
-from longdraft.kernels.plan import AttentionPlan
+from longdraft.kernels.plan import AttentionPlan, consecutive
 
 PrefixResult = tuple[torch.Tensor, torch.Tensor]
 
 
 def gather_slots(cache_SKD: torch.Tensor, slots_N: torch.Tensor) -> torch.Tensor:
-    """Rows of the cache in page-list order, ``[N, K, D]``.
-
-    On a CPU, consecutive slots come back as a view: copying a long cache costs more than the attention itself.
-    """
-    if slots_N.numel() > 1 and cache_SKD.device.type == "cpu":
-        first, last = int(slots_N[0]), int(slots_N[-1])
-        if last - first + 1 == slots_N.numel() and bool((slots_N[1:] - slots_N[:-1] == 1).all()):
-            return cache_SKD[first : last + 1]
-    return cache_SKD[slots_N.long()]
+    """Rows of the cache in page-list order, ``[N, K, D]``; a view where they lie so on a CPU."""
+    run = consecutive(slots_N)
+    return cache_SKD[slots_N.long()] if run is None else cache_SKD[run]
 
 
 def torch_prefix_attention(
@@ -31,10 +25,9 @@ def torch_prefix_attention(
 ) -> PrefixResult:
     """The torch twin of :func:`prefix_attention`."""
     parts = []
-    for b, length in enumerate(plan.lens):
-        slots_N = plan.pages_BW[b, :length]
-        keys, values = gather_slots(k_SKD, slots_N), gather_slots(v_SKD, slots_N)
-        parts.append(dense_attention(q_THD[plan.rows_of(b)], keys, values, scale))
+    for b, (length, run) in enumerate(zip(plan.lens, plan.runs, strict=True)):
+        where = plan.pages_BW[b, :length].long() if run is None else run
+        parts.append(dense_attention(q_THD[plan.rows_of(b)], k_SKD[where], v_SKD[where], scale))
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 

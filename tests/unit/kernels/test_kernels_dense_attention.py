@@ -98,3 +98,26 @@ def test_strided_keys_and_values_read_like_contiguous_ones() -> None:
     got, _ = dense_attention(*parts, 0.3)
     want, _ = dense_attention(q, k[:3].contiguous(), v[:3].contiguous(), 0.3)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "keys"), [(1, 9, 3, 700), (3, 4, 4, 1), (5, 8, 2, 1500)])
+def test_the_fused_cpu_kernel_gives_the_same(
+    rows: int, heads: int, kv_heads: int, keys: int, dtype: torch.dtype
+) -> None:
+    """Without gradients and a mask it takes over, on strided views of a cache too."""
+    torch.manual_seed(keys)
+    q = torch.randn(rows, heads, 16).to(dtype)
+    cache = torch.randn(2, keys + 9, kv_heads, 16).to(dtype)[:, 5 : 5 + keys]
+    want_out, want_lse = dense_attention(q, cache[0], cache[1], 0.3)
+    with torch.no_grad():
+        out, lse = dense_attention(q, cache[0], cache[1], 0.3)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (
+        want_out.shape,
+        want_out.dtype,
+        want_lse.shape,
+        want_lse.dtype,
+    )
+    close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(out, want_out, **close)
+    torch.testing.assert_close(lse, want_lse, **close)
