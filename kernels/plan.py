@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+MOST_RUNS = 8  # a prompt from the prefix cache and what was generated behind it are two or three
+
 
 @dataclass(frozen=True)
 class AttentionPlan:
@@ -18,7 +20,7 @@ class AttentionPlan:
         lens: prefix length of each request, may be 0.
         cu_rows: row offsets of the requests in the flat new tokens, ``B + 1`` entries from 0 to T.
         lens_B, cu_rows_B1: the same as int32 tensors on the device.
-        runs: on a CPU, the cache rows of each prefix whose slots are consecutive; None where they are not.
+        runs: on a CPU, each prefix as a few runs of consecutive cache rows; None where there are too many.
     """
 
     pages_BW: torch.Tensor
@@ -26,7 +28,7 @@ class AttentionPlan:
     cu_rows: list[int]
     lens_B: torch.Tensor
     cu_rows_B1: torch.Tensor
-    runs: tuple[slice | None, ...]
+    runs: tuple[tuple[slice, ...] | None, ...]
 
     @staticmethod
     def build(pages_BW: torch.Tensor, lens: list[int], rows: list[int]) -> "AttentionPlan":
@@ -53,7 +55,7 @@ class AttentionPlan:
             cu,
             torch.tensor(lens, dtype=torch.int32, device=device),
             torch.tensor(cu, dtype=torch.int32, device=device),
-            tuple(consecutive(pages_BW[b, :n]) for b, n in enumerate(lens)),
+            tuple(consecutive_runs(pages_BW[b, :n]) for b, n in enumerate(lens)),
         )
 
     @property
@@ -68,11 +70,18 @@ class AttentionPlan:
         return len(self.lens)
 
 
-def consecutive(slots_N: torch.Tensor) -> slice | None:
-    """The cache rows of slots that follow one another, on a CPU: a view costs nothing, a copy more than the attention."""
+def consecutive_runs(slots_N: torch.Tensor, most: int = MOST_RUNS) -> tuple[slice, ...] | None:
+    """Slots that follow one another, as slices of cache rows, on a CPU: a view costs nothing, a copy more than the attention.
+
+    Args:
+        slots_N: in page-list order.
+        most: None comes back where there are more runs than this, and for no slots.
+    """
     if not slots_N.numel() or slots_N.device.type != "cpu":
         return None
-    first, last = int(slots_N[0]), int(slots_N[-1])
-    if last - first + 1 != slots_N.numel() or not bool((slots_N[1:] - slots_N[:-1] == 1).all()):
+    starts = [0, *((slots_N[1:] - slots_N[:-1] != 1).nonzero().flatten() + 1).tolist()]
+    if len(starts) > most:
         return None
-    return slice(first, last + 1)
+    ends = [*starts[1:], slots_N.numel()]
+    first = slots_N[torch.tensor(starts)].tolist()
+    return tuple(slice(row, row + b - a) for row, a, b in zip(first, starts, ends, strict=True))

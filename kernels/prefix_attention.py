@@ -9,15 +9,16 @@ import torch
 
 from longdraft.kernels.dense_attention import dense_attention
 from longdraft.kernels.fa3 import fa3_available, fa3_prefix_attention
-from longdraft.kernels.plan import AttentionPlan, consecutive
+from longdraft.kernels.merge import merge_attention
+from longdraft.kernels.plan import AttentionPlan, consecutive_runs
 
 PrefixResult = tuple[torch.Tensor, torch.Tensor]
 
 
 def gather_slots(cache_SKD: torch.Tensor, slots_N: torch.Tensor) -> torch.Tensor:
     """Rows of the cache in page-list order, ``[N, K, D]``; a view where they lie so on a CPU."""
-    run = consecutive(slots_N)
-    return cache_SKD[slots_N.long()] if run is None else cache_SKD[run]
+    runs = consecutive_runs(slots_N, most=1)
+    return cache_SKD[slots_N.long()] if runs is None else cache_SKD[runs[0]]
 
 
 def torch_prefix_attention(
@@ -25,9 +26,11 @@ def torch_prefix_attention(
 ) -> PrefixResult:
     """The torch twin of :func:`prefix_attention`."""
     parts = []
-    for b, (length, run) in enumerate(zip(plan.lens, plan.runs, strict=True)):
-        where = plan.pages_BW[b, :length].long() if run is None else run
-        parts.append(dense_attention(q_THD[plan.rows_of(b)], k_SKD[where], v_SKD[where], scale))
+    for b, (length, runs) in enumerate(zip(plan.lens, plan.runs, strict=True)):
+        places = runs or (plan.pages_BW[b, :length].long(),)
+        pieces = [dense_attention(q_THD[plan.rows_of(b)], k_SKD[at], v_SKD[at], scale) for at in places]
+        outs, lses = zip(*pieces, strict=True)
+        parts.append(pieces[0] if len(pieces) == 1 else merge_attention(torch.stack(outs), torch.stack(lses)))
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 

@@ -1,5 +1,6 @@
 """Hybrid tree attention over page lists against the dense reference (A1, A3, A5 to A8)."""
 
+import dataclasses
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from longdraft.kernels.dense_attention import dense_attention
 from longdraft.kernels.hybrid_attention import hybrid_tree_attention
-from longdraft.kernels.plan import AttentionPlan
+from longdraft.kernels.plan import AttentionPlan, consecutive_runs
 from longdraft.kernels.prefix_attention import choose_backend, gather_slots, prefix_attention
 from longdraft.kernels.tree_attention import MAX_TREE, ancestor_mask, tree_attention
 
@@ -150,3 +151,31 @@ def test_a_plan_knows_its_rows() -> None:
 
 def test_a_cpu_reads_with_torch() -> None:
     assert choose_backend(torch.device("cpu"), torch.bfloat16) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("slots", "runs"),
+    [
+        ([], None),
+        ([7], (slice(7, 8),)),
+        ([3, 4, 5], (slice(3, 6),)),
+        ([3, 4, 9, 10, 2], (slice(3, 5), slice(9, 11), slice(2, 3))),
+        ([5, 4, 3], (slice(5, 6), slice(4, 5), slice(3, 4))),
+        (list(range(0, 40, 2)), None),
+    ],
+)
+def test_runs_of_consecutive_slots(slots: list[int], runs: tuple[slice, ...] | None) -> None:
+    assert consecutive_runs(torch.tensor(slots, dtype=torch.int32)) == runs
+
+
+def test_a_prefix_in_a_few_runs_attends_like_one_that_is_gathered() -> None:
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 200, 2, 8)
+    q = torch.randn(3, 4, 8)
+    slots = torch.tensor([[*range(100, 160), *range(20, 60), 5, *range(190, 199)]], dtype=torch.int32)
+    plan = AttentionPlan.build(slots, [110], [3])
+    assert plan.runs[0] is not None
+    assert len(plan.runs[0]) == 4
+    gathered = dataclasses.replace(plan, runs=(None,))
+    for got, want in zip(prefix_attention(q, k, v, plan, 0.4), prefix_attention(q, k, v, gathered, 0.4), strict=True):
+        torch.testing.assert_close(got, want)
