@@ -15,12 +15,17 @@ from longdraft.draft_models.checkpoint import read_config
 from longdraft.kernels.few_rows_linear import few_rows_linear
 from longdraft.kernels.prefix_attention import gather_slots
 from longdraft.serve.checks import exit_on_user_error
-from longdraft.serve.request_checks import check_sampling_params
+from longdraft.serve.request_checks import check_logprob_start, check_sampling_params
 
 
 def check_request(self: Any, vocab_size: int) -> None:
     """Wrong types become HTTP 400 in the front end; in the scheduler they would end the server."""
     check_sampling_params(self, vocab_size)
+
+
+def check_logprobs(self: Any) -> None:
+    """The same for a start of prompt logprobs that the scheduler asserts on."""
+    check_logprob_start(self.logprob_start_len)
 
 
 def early_arguments(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -107,6 +112,11 @@ def mask_on_cpu(original: Any, *args: Any, **kwargs: Any) -> None:
 
 HOOKS: list[tuple[str, Any, HookType]] = [
     ("sglang.srt.sampling.sampling_params.SamplingParams.verify", check_request, HookType.BEFORE),
+    (
+        "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+        check_logprobs,
+        HookType.BEFORE,
+    ),
     ("sglang.srt.server_args.ServerArgs._handle_missing_default_values", early_arguments, HookType.BEFORE),
 ]
 CPU_HOOKS: list[tuple[str, Any, HookType]] = [

@@ -43,5 +43,19 @@ def check_sampling_params(params: Any, vocab: int) -> None:
             raise UserError(f"logit_bias[{token}] must be a number, got {type(value).__name__} {value!r}")
 
 
+def check_logprob_start(start: Any) -> None:
+    """Check where a request's prompt logprobs begin.
+
+    Args:
+        start: ``logprob_start_len`` of a request, or a list of a batch's.
+
+    Raises:
+        UserError: below -1, which stands for none.
+    """
+    for value in start if isinstance(start, list) else [start]:
+        if value is not None and value < -1:
+            raise UserError(f"logprob_start_len must be -1 (no prompt logprobs) or more, got {value}")
+
+
 def _is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -84,10 +84,16 @@ class LongDraftWorker(BaseSpecWorker):
         self.drafter.forget(req.rid)
 
     def forward_batch_generation(self, batch: ScheduleBatch, on_publish: Any = None) -> GenerationBatchResult:
-        if batch.token_ids_logprobs and any(ids is not None for ids in batch.token_ids_logprobs):
-            # SGLang fails where only some of a batch ask for these; no token is what the others ask for.
-            batch.token_ids_logprobs = [ids or [] for ids in batch.token_ids_logprobs]
+        if batch.return_logprob:
+            self._mend_logprobs(batch)
         return self._prefill(batch) if batch.forward_mode.is_extend() else self.step.run(batch)
+
+    def _mend_logprobs(self, batch: ScheduleBatch) -> None:
+        """What SGLang fails on: more top tokens than there are, and a batch of which only some requests name tokens."""
+        vocab = self.runner.model_config.vocab_size
+        batch.top_logprobs_nums = [min(count, vocab) for count in batch.top_logprobs_nums or []]
+        if any(ids is not None for ids in batch.token_ids_logprobs or []):
+            batch.token_ids_logprobs = [ids or [] for ids in batch.token_ids_logprobs or []]
 
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """The target's prefill; the first token is chosen as every later one is."""

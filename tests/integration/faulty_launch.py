@@ -26,6 +26,8 @@ def once_raising(logits: Any, reqs: Any, drafts: Any) -> Any:
         raise RuntimeError("planted: a drafted verification fails")
     if any(r.sampling_params.max_new_tokens == 31 and len(r.output_ids) >= 5 for r in reqs):
         raise RuntimeError("planted: every verification of this request fails")
+    if any(r.sampling_params.max_new_tokens == 33 for r in reqs):
+        raise RuntimeError("planted: not even the first token of this request can be chosen")
     return process(logits, reqs, drafts)
 
 

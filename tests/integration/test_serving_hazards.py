@@ -56,6 +56,21 @@ def test_a_request_that_cannot_be_verified_fails_alone(plain: ServerProcess, fau
     assert faulty.idle_slots() == 40000 and faulty.alive
 
 
+def test_a_request_whose_first_token_cannot_be_chosen_fails_alone(plain: ServerProcess, faulty: ServerProcess) -> None:
+    doomed = {"max_new_tokens": 33, "ignore_eos": True}
+    together = [KNOWN[7], KNOWN[8], KNOWN[9]]
+    sampling = [{"temperature": 0, **p} for p in (LONG, doomed, LONG)]
+    with pytest.raises(HttpError) as error:
+        faulty.post("/generate", {"input_ids": together, "sampling_params": sampling})
+    assert "longdraft could not verify" in error.value.text
+    with ThreadPoolExecutor(3) as pool:
+        others = [pool.submit(faulty.generate, p, LONG) for p in (KNOWN[7], KNOWN[9])]
+        with pytest.raises(HttpError):
+            faulty.generate(KNOWN[8], doomed)
+        assert [tokens(f.result()) for f in others] == [tokens(plain.generate(p, LONG)) for p in (KNOWN[7], KNOWN[9])]
+    assert faulty.idle_slots() == 40000 and faulty.alive
+
+
 @pytest.fixture(scope="module")
 def poisoned(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A draft with NaN weights, little memory and a short context."""

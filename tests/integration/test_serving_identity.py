@@ -178,6 +178,29 @@ def test_logprobs_are_those_of_plain_decoding(plain: ServerProcess, drafted: Ser
         assert [x[0] for row in got[key] for x in row] == pytest.approx([v for row in flat for _, v in row], abs=1e-4)
 
 
+def test_only_some_of_a_batch_ask_for_the_logprobs_of_given_tokens(
+    plain: ServerProcess, drafted: ServerProcess
+) -> None:
+    """A plain server dies of such a batch."""
+    long, short = {"max_new_tokens": 200, "ignore_eos": True}, {"max_new_tokens": 20, "ignore_eos": True}
+    body = {"return_logprob": True, "token_ids_logprob": [65, 66]}
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(drafted.generate, p, long, return_logprob=True) for p in KNOWN[:3]]
+        got = drafted.generate(KNOWN[3], short, **body)
+        assert [tokens(f.result()) for f in others] == [tokens(plain.generate(p, long)) for p in KNOWN[:3]]
+    want = plain.generate(KNOWN[3], short, **body)
+    assert tokens(got) == tokens(want)
+    flat, mine = ([x[0] for row in a["meta_info"]["output_token_ids_logprobs"] for x in row] for a in (want, got))
+    assert mine == pytest.approx(flat, abs=1e-4)
+
+
+def test_more_top_logprobs_than_tokens_are_all_of_them(drafted: ServerProcess) -> None:
+    params = {"max_new_tokens": 4, "ignore_eos": True}
+    got = drafted.generate(KNOWN[0], params, return_logprob=True, top_logprobs_num=100_000)
+    assert [len(row) for row in got["meta_info"]["output_top_logprobs"]] == [288] * 4
+    assert drafted.alive
+
+
 GRAMMARS: list[dict[str, Any]] = [
     {"regex": r"(ab|cd){3,9}[0-9]{2}"},
     {"json_schema": json.dumps({"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]})},
@@ -232,6 +255,19 @@ def test_openai_endpoints_take_a_mode_and_a_seed(plain: ServerProcess, drafted: 
             got = drafted.post(path, {**body, **custom})["choices"][0]
             assert got.get("message", got.get("text")) == want.get("message", want.get("text"))
             assert got["finish_reason"] == want["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    "params", [{"sampling_seed": "7"}, {"max_new_tokens": 9.5}, {"logit_bias": {"5": None}}], ids=str
+)
+def test_sampling_parameters_of_a_wrong_type_are_http_400(drafted: ServerProcess, params: dict[str, Any]) -> None:
+    with pytest.raises(HttpError) as error:
+        drafted.generate(KNOWN[0], params)
+    assert error.value.status == 400 and next(iter(params)) in error.value.text
+    with pytest.raises(HttpError) as error:
+        drafted.generate(KNOWN[0], return_logprob=True, logprob_start_len=-5)
+    assert error.value.status == 400 and "logprob_start_len" in error.value.text
+    assert drafted.alive and tokens(drafted.generate(KNOWN[0]))
 
 
 BAD: list[tuple[Any, str]] = [

@@ -1,0 +1,54 @@
+"""Sampling parameters that SGLang would take and then fail on."""
+
+from typing import Any
+
+import pytest
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from longdraft.errors import UserError
+from longdraft.serve.request_checks import check_logprob_start, check_sampling_params
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"sampling_seed": "7"}, "sampling_seed must be an integer, got str '7'"),
+        ({"sampling_seed": 1.5}, "sampling_seed must be an integer, got float 1.5"),
+        ({"max_new_tokens": 10.5}, "max_new_tokens must be an integer, got float 10.5"),
+        ({"min_new_tokens": 2.5}, "min_new_tokens must be an integer, got float 2.5"),
+        ({"top_k": 1 << 31}, "top_k must be below 2147483648"),
+        ({"top_k": True}, "top_k must be an integer, got bool True"),
+        ({"logit_bias": {"5": None}}, "logit_bias[5] must be a number, got NoneType None"),
+        ({"logit_bias": {"5": float("nan")}}, "logit_bias[5] must be a number, got float nan"),
+        ({"logit_bias": [5]}, "logit_bias must map token ids to numbers, got list [5]"),
+        ({"stop_token_ids": [100], "min_new_tokens": 1}, "stop_token_ids must be 0 to 99"),
+        ({"custom_params": 3}, "custom_params must be an object"),
+    ],
+    ids=str,
+)
+def test_what_would_end_the_server_is_refused_by_name(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_sampling_params(SamplingParams(**params), 100)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"sampling_seed": -(2**70), "max_new_tokens": 0, "top_k": -1, "stop_token_ids": [3, 500]},
+        {"max_new_tokens": None, "logit_bias": {"5": 1, "6": -2.5, "7": float("-inf")}},
+        {"stop_token_ids": [99], "min_new_tokens": 4},
+    ],
+    ids=str,
+)
+def test_what_can_be_served_passes(params: dict[str, Any]) -> None:
+    check_sampling_params(SamplingParams(**params), 100)
+
+
+def test_prompt_logprobs_begin_in_the_prompt() -> None:
+    for start in (None, -1, 0, 7, [0, -1], [None]):
+        check_logprob_start(start)
+    for start in (-2, [0, -5]):
+        with pytest.raises(UserError, match="logprob_start_len must be -1"):
+            check_logprob_start(start)
