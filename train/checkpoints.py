@@ -116,10 +116,15 @@ def lock_folder(folder: Path) -> IO[str]:
     """Hold the run folder until the returned file is closed or the process ends.
 
     Raises:
-        UserError: another process trains there; two would overwrite each other's checkpoints.
+        UserError: another process trains there (two would overwrite each other's checkpoints), or nothing can be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("a")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("a")
+    except OSError as error:
+        raise UserError(
+            f"run folder {str(folder)!r} cannot be written ({error.strerror}): choose another run.output_dir"
+        ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

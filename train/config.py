@@ -14,7 +14,9 @@ from longdraft.schema import Settings
 class RunSettings(Settings):
     name: str = Field("longspec", min_length=1, description="folder of the run under output_dir")
     output_dir: str = "runs"
-    seed: int = Field(0, ge=0, description="of the draft's first weights, the data's order, offsets and lags")
+    seed: int = Field(
+        0, ge=0, lt=1 << 63, description="of the draft's first weights, the data's order, offsets and lags"
+    )
     resume: Literal["auto", "never"] = Field("auto", description="auto continues from the run folder's last checkpoint")
 
 
@@ -48,7 +50,7 @@ class DraftSettings(LongSpecSettings):
 
 
 class DataSettings(Settings):
-    train: list[str] | str = Field(description="JSONL files, Hugging Face data set names or folders")
+    train: list[str] | str = Field(min_length=1, description="JSONL files, Hugging Face data set names or folders")
     eval: list[str] | str | None = Field(None, description="as train; needed by evaluation")
     split: str = Field("train", description="of a Hugging Face data set")
     subset: str | None = Field(None, description="configuration name of a Hugging Face data set")
@@ -94,7 +96,7 @@ class OptimSettings(Settings):
     name: Literal["adamw", "muon"] = Field(
         "adamw", description="muon: orthogonalised momentum for matrices, AdamW for the rest; learns more a token"
     )
-    lr: float = Field(5e-4, gt=0)
+    lr: float = Field(5e-4, gt=0, allow_inf_nan=False)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-6, gt=0)
     weight_decay: float = Field(0.1, ge=0)

@@ -121,7 +121,7 @@ def _load_hugging_face(name: str, settings: DataSettings) -> Any:
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON ({error})") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: holds a {type(row).__name__}: write one JSON object a line")
@@ -136,6 +136,16 @@ def check_row(row: Mapping[str, Any], where: str, settings: DataSettings) -> Non
         found = type(row.get(settings.text_field)).__name__
         wanted = f"a string in {settings.text_field!r} or a list in {settings.conversation_field!r}"
         raise UserError(f"{where}: {settings.text_field} is {found}: a record needs {wanted} (it has {sorted(row)})")
+    else:
+        _check_characters(row[settings.text_field], f"{where}: {settings.text_field}")
+
+
+def _check_characters(text: str, at: str) -> None:
+    """JSON can write half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{at} has half of a surrogate pair at character {error.start}: replace it") from None
 
 
 def conversation(row: Mapping[str, Any], where: str, settings: DataSettings) -> list[dict[str, str]]:
@@ -150,10 +160,11 @@ def conversation(row: Mapping[str, Any], where: str, settings: DataSettings) -> 
         if not isinstance(turn, dict):
             raise UserError(f"{at} is {type(turn).__name__}: write {{'role': …, 'content': …}}")
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise UserError(f"{at}.role={role!r}: use one of {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise UserError(f"{at}.content is {type(content).__name__}: write a string")
+        _check_characters(content, f"{at}.content")
         messages.append({"role": ROLES[role], "content": content})
     return messages
 

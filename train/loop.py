@@ -192,6 +192,11 @@ class Run:
         if p.step == self.saved_step or p.step == 0:
             return
         weights, state = self.engine.weights(), self.engine.state()
+        if bad := [name for name, w in weights.items() if not bool(torch.isfinite(w).all())]:
+            raise Diverged(
+                f"step {p.step}: weights {', '.join(bad)} are not finite and are not saved; the last good checkpoint is "
+                f"{self.checkpoints.latest() or 'none'}: lower optim.lr"
+            )
         if self.group.rank == 0:
             path = self.checkpoints.save(self.draft, weights, state, p, self.target.name, self._facts())
             self.tracker.say(f"saved {path}")

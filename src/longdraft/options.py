@@ -8,13 +8,12 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from longdraft.errors import UserError
-from longdraft.schema import nearest, validate
+from longdraft.schema import nearest, read_value, validate
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -90,7 +89,7 @@ def parse_options(
         node = data
         for parent in parents:
             node = node.setdefault(parent, {})
-        node[leaf] = yaml.safe_load(text)
+        node[leaf] = read_value(text, f"{_flag(name)} {text!r}")
     return validate(schema, data), rest
 
 

@@ -31,6 +31,8 @@ def load_settings(schema: type[S], path: str | Path | None = None, overrides: Se
     if path is not None:
         try:
             loaded = yaml.safe_load(Path(path).read_text())
+        except UnicodeDecodeError:
+            raise UserError(f"config {str(path)!r} is not UTF-8 text: give a YAML file") from None
         except OSError as error:
             raise UserError(
                 f"config {str(path)!r} cannot be read ({error.strerror}): give an existing YAML file"
@@ -50,8 +52,16 @@ def load_settings(schema: type[S], path: str | Path | None = None, overrides: Se
             node = node.setdefault(name, {})
             if not isinstance(node, dict):
                 raise UserError(f"override {text!r}: {name} is a value, not a section")
-        node[leaf] = yaml.safe_load(value)
+        node[leaf] = read_value(value, f"override {text!r}")
     return validate(schema, data)
+
+
+def read_value(text: str, where: str) -> Any:
+    """A value as YAML reads it; ``where`` names it in the :class:`UserError` of one that YAML cannot read."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"{where} is not valid YAML: quote special characters") from None
 
 
 def validate(schema: type[S], data: dict[str, Any]) -> S:

@@ -40,6 +40,7 @@ def failing(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("data.max_length=20000", "error: data.max_length=20000 is beyond the target's 16384 positions"),
         ("target.path=tiny-random:gpt", "error: target.path='tiny-random:gpt' is not a tiny target"),
         ("optim.lr", "error: override 'optim.lr' is not of the form a.b=value"),
+        ("optim.lr=[", "error: override 'optim.lr=[' is not valid YAML"),
     ],
 )
 def test_what_does_not_fit_exits_2_with_one_line(
@@ -52,6 +53,11 @@ def test_what_does_not_fit_exits_2_with_one_line(
 def test_a_missing_recipe_or_target_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere.yaml" in failing(["--config", "nowhere.yaml"], capsys)
     assert failing([], capsys).startswith("error: target is missing")
+
+
+def test_a_recipe_that_is_no_text_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    assert "binary.yaml' is not UTF-8 text" in failing(["--config", str(tmp_path / "binary.yaml")], capsys)
 
 
 def test_a_target_that_no_draft_can_read_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -82,6 +82,19 @@ BAD_LINES = {
         '{"conversations": [{"role": "user", "content": 3}]}',
         r"conversations\[0\]\.content is int",
     ),
+    "role of a wrong type": (
+        '{"conversations": [{"role": ["user"], "content": "a"}]}',
+        r"conversations\[0\]\.role=\['user'\]",
+    ),
+    "half a surrogate pair": (
+        r'{"text": "ab\ud800"}',
+        r"data\.jsonl:2: text has half of a surrogate pair at character 2",
+    ),
+    "half a surrogate pair in a turn": (
+        r'{"conversations": [{"role": "user", "content": "\udc00"}]}',
+        r"conversations\[0\]\.content has half of a surrogate pair",
+    ),
+    "endless nesting": ('{"text": ' + "[" * 100000, r"data\.jsonl:2: not valid JSON"),
 }
 
 

@@ -14,6 +14,7 @@ from longdraft.train import checkpoints as checkpoints_module
 from longdraft.train import loop
 from longdraft.train.checkpoints import Checkpoints
 from longdraft.train.config import TargetSettings
+from longdraft.train.engine import TorchEngine
 from longdraft.train.long_draft import main
 from longdraft.train.objective import StepLoss
 from longdraft.train.positions import lag_of_step
@@ -295,3 +296,42 @@ def test_wandb_offline_gets_the_metrics(recipe: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     run = train(recipe, "r", "tracking.wandb=auto", "schedule.max_steps=2")
     assert list((run / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_weights_that_are_not_finite_are_never_saved(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An update can overflow behind a finite loss and gradient."""
+    honest, calls = TorchEngine.step, []
+
+    def overflowing(engine: TorchEngine, lr: float) -> float:
+        norm = honest(engine, lr)
+        calls.append(norm)
+        if len(calls) == 4:
+            engine.live["mlp.down_proj.weight"].data[0, 0] = float("inf")
+        return norm
+
+    monkeypatch.setattr(TorchEngine, "step", overflowing)
+    assert main(["--config", str(recipe), "schedule.save_every=2", "schedule.max_steps=4"]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: step 4: weights mlp.down_proj.weight are not finite") and "step-00000002" in error
+    assert [path.name for path in Checkpoints(recipe.parent / "runs" / "r", 2).all()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.output_dir=/proc/nowhere", "cannot be written (No such file or directory)"),
+        ("run.output_dir=recipe.yaml", "cannot be written (Not a directory)"),
+        ("data.train=[]", "data.train=[]"),
+        ("optim.lr=.inf", "optim.lr=inf"),
+        (f"run.seed={1 << 63}", "run.seed="),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    monkeypatch.chdir(recipe.parent)
+    assert main(["--config", str(recipe), override]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ") and message in error and "\n" not in error
