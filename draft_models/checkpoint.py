@@ -139,6 +139,7 @@ def check_draft(folder: str | Path, config: dict[str, Any], target: TargetSpec) 
         settings = validate(LongSpecSettings, config["longdraft"].get("settings"))
     except UserError as error:
         raise CheckpointError(f"{folder}/{CONFIG}: longdraft.settings: {error}: export the draft again") from None
+    training_facts(config, folder)
     with torch.device("meta"):
         draft = LongSpecDraft(LongSpecConfig(target, settings))
     found, expected = read_shapes(Path(folder) / WEIGHTS), draft.state_dict()
@@ -153,6 +154,14 @@ def check_draft(folder: str | Path, config: dict[str, Any], target: TargetSpec) 
                 f"{folder}/{WEIGHTS}: {name} is {found[name]}, {CONFIG} makes it {tuple(want.shape)}: export the draft again"
             )
     return draft
+
+
+def training_facts(config: dict[str, Any], folder: str | Path) -> TrainingFacts:
+    """How a folder's draft was trained; raises :class:`CheckpointError` where its config does not say."""
+    try:
+        return validate(TrainingFacts, config["longdraft"].get("training"))
+    except UserError as error:
+        raise CheckpointError(f"{folder}/{CONFIG}: longdraft.training: {error}: export the draft again") from None
 
 
 def check_target(config: dict[str, Any], target: TargetSpec, folder: str | Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from longdraft.draft_models.checkpoint import load_draft, read_config
+from longdraft.draft_models.checkpoint import load_draft, read_config, training_facts
 from longdraft.draft_models.target import TargetSpec
 from longdraft.serve.drafters.base import Drafter
 from longdraft.serve.drafters.longspec import LongSpecDrafter
@@ -34,7 +34,7 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any) -> Dra
             "longdraft: the draft in %s has weights that are not finite: answers stay right, nothing it drafts will be kept",
             folder,
         )
-    trained = read_config(folder)["longdraft"]["training"]["max_lag"]
+    trained = training_facts(read_config(folder), folder).max_lag
     steps = server_args.speculative_num_steps
     if 0 < trained < steps:
         logger.warning(

@@ -204,11 +204,13 @@ def test_a_hash_that_fits_no_field(folder: Path) -> None:
         (lambda c: c["longdraft"].pop("settings"), "longdraft.settings"),
         (lambda c: c["longdraft"]["settings"].update(window=0), "longdraft.settings: window=0"),
         (lambda c: c["longdraft"]["settings"].update(windw=3), "'windw'"),
+        (lambda c: c["longdraft"].pop("training"), "longdraft.training"),
+        (lambda c: c["longdraft"]["training"].update(max_lag="deep"), "longdraft.training: max_lag='deep'"),
         (lambda c: c["longdraft"].pop("target"), "longdraft.target"),
         (lambda c: c["longdraft"]["target"].pop("hash"), "longdraft.target"),
         (lambda c: c["longdraft"]["target"].update(hash="0000", spec=None), "longdraft.target"),
     ],
-    ids=["no settings", "bad setting", "unknown setting", "no target", "no hash", "no spec"],
+    ids=["no settings", "bad setting", "unknown setting", "no training", "bad lag", "no target", "no hash", "no spec"],
 )
 def test_incomplete_or_unfit_own_fields(change: Callable[[dict[str, Any]], Any], named: str, folder: Path) -> None:
     edit(folder, change)
