@@ -38,7 +38,7 @@ class Prompt:
         if self.chat:
             rendered = tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
             return list(tokenizer(rendered, add_special_tokens=False).input_ids)
-        return list(tokenizer(self.text).input_ids)[: self.tokens]
+        return list(tokenizer(self.text, verbose=False).input_ids)[: self.tokens]
 
 
 def library_folder() -> Path:
