@@ -44,6 +44,7 @@ def no_copy_kernels(self: Any) -> None:
 
 
 def extend_attention(
+    original: Any,
     self: Any,
     query: torch.Tensor,
     output: torch.Tensor,
@@ -62,7 +63,11 @@ def extend_attention(
     sliding_window_size: int | None = None,
 ) -> torch.Tensor:
     """Prefill attention of the new rows only: the stock CPU path attends from the whole context for every chunk."""
-    assert not is_cross_attn and sliding_window_size is None, "longdraft's CPU prefill serves dense decoder targets"
+    if is_cross_attn or sliding_window_size is not None:  # some other model than LONGDRAFT serves, without it
+        rest = (encoder_lens, scaling, enable_gqa, causal, is_cross_attn, sliding_window_size)
+        rows = (req_to_token, req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)
+        result: torch.Tensor = original(self, query, output, k_cache, v_cache, *rows, *rest)
+        return result
     start = 0
     for row, length, prefix, width in zip(
         req_pool_indices.tolist(), seq_lens.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True
@@ -124,7 +129,7 @@ CPU_HOOKS: list[tuple[str, Any, HookType]] = [
     (
         "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
         extend_attention,
-        HookType.REPLACE,
+        HookType.AROUND,
     ),
     ("sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply", linear_on_cpu, HookType.AROUND),
     ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", head_on_cpu, HookType.AROUND),

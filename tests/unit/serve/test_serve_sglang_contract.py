@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import os
@@ -119,6 +120,12 @@ def test_replacements_take_the_arguments_of_what_they_replace(target: str, hook:
     assert ours == theirs
 
 
+def test_the_prefill_hook_takes_the_arguments_of_what_it_wraps() -> None:
+    theirs = inspect.signature(TorchNativeAttnBackend._run_sdpa_forward_extend)
+    ours = inspect.signature(hooks.extend_attention)
+    assert list(ours.parameters)[1:] == list(theirs.parameters)
+
+
 def test_hooks_read_fields_that_exist() -> None:
     fields = {field.name for field in dataclasses.fields(ServerArgs)}
     assert {"speculative_algorithm", "speculative_eagle_topk", "speculative_draft_model_path"} <= fields
@@ -157,12 +164,22 @@ def test_the_cpu_prefill_equals_the_stock_one(causal: bool) -> None:
     query = torch.randn(9, 4, 8, generator=g)
     lens, prefix = torch.tensor([5, 16]), torch.tensor([0, 12])
     outs = [torch.zeros_like(query) for _ in range(2)]
-    for out, run in zip(outs, (TorchNativeAttnBackend._run_sdpa_forward_extend, hooks.extend_attention), strict=True):
+    stock = TorchNativeAttnBackend._run_sdpa_forward_extend
+    for out, run in zip(outs, (stock, functools.partial(hooks.extend_attention, None)), strict=True):
         run(
             SimpleNamespace(), query, out, k_cache, v_cache, table, torch.tensor([1, 0]), lens, prefix, lens - prefix,
             scaling=0.3, enable_gqa=True, causal=causal,
         )  # fmt: skip
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_prefill_hook_leaves_sliding_windows_to_sglang() -> None:
+    seen: list[Any] = []
+    rest = [torch.zeros(1)] * 9
+    hooks.extend_attention(lambda *a: seen.append(a), SimpleNamespace(), *rest, sliding_window_size=8)
+    (called,) = seen
+    names = list(inspect.signature(TorchNativeAttnBackend._run_sdpa_forward_extend).parameters)
+    assert len(called) == len(names) and called[names.index("sliding_window_size")] == 8
 
 
 def keywords(module: str, called: str) -> set[str]:
