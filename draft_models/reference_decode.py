@@ -69,7 +69,7 @@ def speculative_decode(target: Any, draft: LongSpecDraft, ids: Sequence[int], ne
         length = cache.get_seq_length()
         last = cache.layers[-1]
         assert last.keys is not None and last.values is not None
-        keys, values = (x[0].transpose(0, 1).to(draft.head_VE.dtype) for x in (last.keys, last.values))
+        keys, values = (x[0].transpose(0, 1).to(draft.self_attn.q_proj.weight.dtype) for x in (last.keys, last.values))
         root = torch.tensor([out[-1]], device=device)
         at = torch.tensor([length], device=device)
 

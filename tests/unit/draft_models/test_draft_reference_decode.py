@@ -1,5 +1,6 @@
 """The reference decoder: greedy tokens for every draft, however good or bad, and honest counts (V1, V2, V5)."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -112,3 +113,12 @@ def test_prefill_in_chunks_is_prefill_at_once() -> None:
     cache, logits = prefill(target.model, PROMPT, chunk=5)
     torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
     assert cache.get_seq_length() == whole_cache.get_seq_length() == len(PROMPT)
+
+
+def test_a_half_precision_target_is_read_by_a_float32_draft() -> None:
+    """Training on a GPU evaluates like this: the target's cache and head are bfloat16, the draft's weights float32."""
+    target = tiny_target("llama")
+    half = copy.deepcopy(target.model).to(torch.bfloat16)
+    draft = tiny_draft(target, window=8).bind(half.get_input_embeddings().weight, half.get_output_embeddings().weight)
+    done = speculative_decode(half, draft, PROMPT, NEW, 3)
+    assert len(done.tokens) == NEW and done.stats.verifications > 0
