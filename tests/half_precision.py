@@ -7,7 +7,8 @@ from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.kernels.linear_cross_entropy import IGNORED
 from longdraft.train.config import DataSettings, EngineSettings, ObjectiveSettings, TargetSettings, TrainSettings
 from longdraft.train.engine import Group, TorchEngine
-from longdraft.train.loop import build_draft
+from longdraft.train.first_weights import build_draft
+from longdraft.train.methods.longspec import LongSpecMethod
 from longdraft.train.objective import longspec_loss
 from longdraft.train.positions import lag_of_step
 from longdraft.train.samples import Packed
@@ -90,7 +91,8 @@ def check_gradients(half: tuple[float, Gradients], full: tuple[float, Gradients]
 def short_run(draft: LongSpecDraft, target: FrozenTarget, batches: list[Packed], steps: int, lr: float) -> list[float]:
     """Train as the loop does, with warm-up, over the batches in turn; the loss a token of every step."""
     settings = TrainSettings(target=TargetSettings(path="none"), data=DataSettings(train="none"))
-    engine = TorchEngine(draft, settings.optim, Group(EngineSettings(device=target.device.type)))  # type: ignore[arg-type]
+    method = LongSpecMethod(settings, target, draft)
+    engine = TorchEngine(method, settings.optim, Group(EngineSettings(device=target.device.type)))
     losses = []
     for step in range(1, steps + 1):
         batch = batches[step % len(batches)]

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.errors import UserError
 from longdraft.train.config import EngineSettings, OptimSettings, TrainSettings
+from longdraft.train.methods.base import Method, StepLoss
+from longdraft.train.samples import Packed
 
 Tensors = dict[str, torch.Tensor]
 TIMEOUT = timedelta(hours=1)  # ranks wait for each other while one saves or evaluates a long prompt
@@ -98,6 +99,10 @@ class Engine(ABC):
     """Trains one draft. All methods are collective: every rank calls them in the same order."""
 
     @abstractmethod
+    def loss(self, batch: Packed, step: int) -> StepLoss:
+        """The method's summed loss of one micro-batch of this rank."""
+
+    @abstractmethod
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of this rank's share of the loss, which is already divided by the global token count."""
 
@@ -146,14 +151,18 @@ def _adamw(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim
 class TorchEngine(Engine):
     """Steps float32 master weights; the draft computes in its own dtype (the masters themselves in float32)."""
 
-    def __init__(self, draft: LongSpecDraft, settings: OptimSettings, group: Group) -> None:
-        self.group, self.clip = group, settings.clip
-        self.live = {name: p for name, p in draft.named_parameters() if p.requires_grad}
+    def __init__(self, method: Method, settings: OptimSettings, group: Group) -> None:
+        self.method, self.group, self.clip = method, group, settings.clip
+        self.live = {name: p for name, p in method.draft.named_parameters() if p.requires_grad}
         self.master = {
             name: p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float())
             for name, p in self.live.items()
         }
         self.optimizers = build_optimizers(list(self.master.values()), settings)
+
+    def loss(self, batch: Packed, step: int) -> StepLoss:
+        out: StepLoss = self.method(batch, step)
+        return out
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -219,6 +228,6 @@ class TorchEngine(Engine):
         self._copy_to_live()
 
 
-def build_engine(draft: LongSpecDraft, settings: TrainSettings, group: Group) -> Engine:
+def build_engine(method: Method, settings: TrainSettings, group: Group) -> Engine:
     """The engine that ``engine.name`` asks for."""
-    return TorchEngine(draft, settings.optim, group)
+    return TorchEngine(method, settings.optim, group)

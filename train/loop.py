@@ -19,10 +19,8 @@ from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Corpus
 from longdraft.train.engine import Engine, Group, StopSignal, build_engine
 from longdraft.train.evaluation import cut_prompts, evaluate
-from longdraft.train.first_weights import build_draft, fit, rank_head
 from longdraft.train.metering import Meter
-from longdraft.train.objective import longspec_loss
-from longdraft.train.positions import lag_of_step
+from longdraft.train.methods.build import build_method
 from longdraft.train.provenance import write_run_file
 from longdraft.train.samples import Packed, SampleStream, resumed_cursor
 from longdraft.train.target import load_target, load_tokenizer
@@ -55,10 +53,10 @@ class Run:
         self.corpus = Corpus(settings.data.train, settings.data, tokenizer)
         self.target = load_target(settings.target, group.device)
         limit = position_limit(settings, self.target.spec.max_position)
-        self.draft = build_draft(settings, self.target)
-        rank_head(self.draft, settings, self.corpus, tokenizer)
-        fitted = 0 if found else fit(self.draft, self.target, settings, self.corpus, limit, group)
-        self.engine: Engine = build_engine(self.draft, settings, group)
+        self.method, said = build_method(
+            settings, self.target, self.corpus, tokenizer, limit, group, resumed=found is not None
+        )
+        self.engine: Engine = build_engine(self.method, settings, group)
         if found:
             torch.set_rng_state(state.pop("rng.torch"))
             self.engine.load_state(state)
@@ -68,8 +66,8 @@ class Run:
         self.saved_step = self.progress.step if found else -1
         self.tracker = Tracker(settings, self.progress.step, group.rank == 0)
         self._announce(command, found)
-        if fitted:
-            self.tracker.say(f"the MLP's output was fitted to the target on {fitted:,} rows")
+        if said:
+            self.tracker.say(said)
 
     def _prompts(self, tokenizer: Any) -> list[list[int]]:
         s = self.settings
@@ -143,21 +141,22 @@ class Run:
         micros, self.cursor = ahead.result()
         following = pool.submit(self.stream.window, self.cursor)
         supervised, tokens = self.group.totals(sum(m.supervised for m in micros), sum(len(m.id_T) for m in micros))
-        lag = lag_of_step(step, s.lag.min, s.lag.max, s.run.seed)
-        losses, correct = [], torch.zeros((), device=self.group.device)
+        losses, depths = [], self.method.depths
+        counts_2K = torch.zeros(2, depths, dtype=torch.int64, device=self.group.device)
         for micro in micros:
-            out = longspec_loss(self.draft, self.target, micro.to(self.group.device), lag, s.objective)
+            out = self.engine.loss(micro.to(self.group.device), step)
             # Over all supervised tokens of the step, so no split into ranks or micro-batches changes a token's weight.
             self.engine.backward(out.loss / supervised)
             losses.append(out.loss.detach())
-            correct += out.correct
+            counts_2K += torch.stack([out.hits_K, out.rows_K])
         rate = s.optim.rate(step, s.schedule.max_steps)
         norm = self.engine.step(rate)
-        loss, hits = self.group.totals(float(torch.stack(losses).sum()), float(correct))
+        loss, *counts = self.group.totals(float(torch.stack(losses).sum()), *counts_2K.flatten().tolist())
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(self._diagnosis(step, micros, losses, loss / max(supervised, 1), norm))
         self._count(step, micros, int(tokens), int(supervised))
-        meter.finish(loss, hits, supervised, tokens, lr=rate, grad_norm=norm, lag=lag)
+        newest = {"lr": rate, "grad_norm": norm, **self.method.figures(step)}
+        meter.finish(loss, counts[:depths], counts[depths:], supervised, tokens, **newest)
         return following
 
     def _count(self, step: int, micros: list[Packed], tokens: int, supervised: int) -> None:
@@ -198,28 +197,29 @@ class Run:
                 f"{self.checkpoints.latest() or 'none'}: lower optim.lr"
             )
         if self.group.rank == 0:
-            path = self.checkpoints.save(self.draft, weights, state, p, self.target.name, self._facts())
+            path = self.checkpoints.save(self.method.draft, weights, state, p, self.target.name, self._facts())
             self.tracker.say(f"saved {path}")
         self.saved_step = p.step
         self.group.barrier()
 
     def _facts(self) -> TrainingFacts:
         p = self.progress
-        return TrainingFacts(
-            steps=p.step,
-            tokens=p.tokens,
-            max_length=p.max_length,
-            max_position=p.max_position,
-            anchors=self.settings.positions.anchors,
-            max_lag=self.settings.lag.max,
-        )
+        facts = TrainingFacts(steps=p.step, tokens=p.tokens, max_length=p.max_length, max_position=p.max_position)
+        return self.method.facts(facts)
 
     def _evaluate(self) -> None:
         if not self.prompts:
             return
         s, g = self.settings, self.group
         results = evaluate(
-            self.target, self.draft, self.prompts, s.evaluation.new_tokens, s.eval_steps, g.totals, g.rank, g.world
+            self.target,
+            self.method.draft,
+            self.prompts,
+            s.evaluation.new_tokens,
+            s.eval_steps,
+            g.totals,
+            g.rank,
+            g.world,
         )
         buckets = {name: result.figures() for name, result in results.items()}
         self.tracker.evaluation({"step": self.progress.step, "draft_steps": s.eval_steps, "buckets": buckets})

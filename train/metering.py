@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from itertools import zip_longest
 from typing import Any
 
 from longdraft.train.checkpoints import Progress
@@ -16,7 +17,9 @@ class Meter:
         self._clear()
 
     def _clear(self) -> None:
-        self.loss = self.hits = self.supervised = self.tokens = 0.0
+        self.loss = self.supervised = self.tokens = 0.0
+        self.hits: list[float] = []
+        self.rows: list[float] = []
         self.times: list[float] = []
         self.newest: dict[str, float] = {}
 
@@ -24,12 +27,16 @@ class Meter:
         """A step begins."""
         self._began = time.monotonic()
 
-    def finish(self, loss: float, hits: float, supervised: float, tokens: float, **newest: float) -> None:
-        """A step ended: sums over all ranks, and figures of which a row shows the newest."""
+    def finish(
+        self, loss: float, hits: list[float], rows: list[float], supervised: float, tokens: float, **newest: float
+    ) -> None:
+        """A step ended: sums over all ranks (hits and rows by draft depth), and figures of which a row shows the newest."""
         seconds = time.monotonic() - self._began
         self.times.append(seconds)
         self.progress.seconds += seconds
-        self.loss, self.hits = self.loss + loss, self.hits + hits
+        self.loss += loss
+        self.hits = [a + b for a, b in zip_longest(self.hits, hits, fillvalue=0.0)]
+        self.rows = [a + b for a, b in zip_longest(self.rows, rows, fillvalue=0.0)]
         self.supervised, self.tokens = self.supervised + supervised, self.tokens + tokens
         self.newest = newest
 
@@ -38,7 +45,8 @@ class Meter:
         row = {
             "step": self.progress.step,
             "loss": self.loss / self.supervised,
-            "accuracy": self.hits / self.supervised,
+            "accuracy": sum(self.hits) / max(sum(self.rows), 1),
+            "accuracy_by_depth": [hit / row if row else None for hit, row in zip(self.hits, self.rows, strict=True)],
             "tokens_per_s": self.tokens / max(sum(self.times), 1e-9),
             "seconds_per_step": statistics.median(self.times),
             "tokens": self.progress.tokens,

@@ -17,7 +17,7 @@ from longdraft.train.target import FrozenTarget
 
 
 @dataclass
-class StepLoss:
+class SummedLoss:
     """Sums over supervised rows: the loss (float32, differentiable) and how often the draft's argmax is the wanted token."""
 
     loss: torch.Tensor
@@ -73,7 +73,7 @@ def linear_distillation(
 
 def longspec_loss(
     draft: LongSpecDraft, target: FrozenTarget, batch: Packed, lag: int, settings: ObjectiveSettings
-) -> StepLoss:
+) -> SummedLoss:
     """The summed loss of one micro-batch under one Flash Noisy lag (LongSpec, section 3.2).
 
     Args:
@@ -88,14 +88,14 @@ def longspec_loss(
     hidden_TE = draft.forward_packed(batch.id_T, batch.position_T, seen.k_TKD, seen.v_TKD, batch.cu, lag)
     head_NE = draft.drafting_head_NE.to(hidden_TE.dtype)
     if not teaches:
-        return StepLoss(*linear_cross_entropy(hidden_TE, head_NE, draft.ranked_label(batch.label_T), settings.chunk))
+        return SummedLoss(*linear_cross_entropy(hidden_TE, head_NE, draft.ranked_label(batch.label_T), settings.chunk))
     assert seen.hidden_TE is not None
     row_N = (batch.label_T != IGNORED).nonzero().flatten()
     teacher_NE = seen.hidden_TE[row_N].to(hidden_TE.dtype)
     if settings.name == "kl":
-        return StepLoss(*linear_distillation(hidden_TE[row_N], teacher_NE, head_NE, settings.chunk))
+        return SummedLoss(*linear_distillation(hidden_TE[row_N], teacher_NE, head_NE, settings.chunk))
     choice_N = greedy_choice(teacher_NE, head_NE, settings.chunk)
-    return StepLoss(*linear_cross_entropy(hidden_TE[row_N], head_NE, choice_N, settings.chunk))
+    return SummedLoss(*linear_cross_entropy(hidden_TE[row_N], head_NE, choice_N, settings.chunk))
 
 
 @torch.no_grad()

@@ -50,6 +50,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Nested figures as ``a/b/1`` names; lists count from 1, and None is left out."""
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value, 1)
+        parts = (flat(item, f"{name}/{key}" if name else str(key)) for key, item in pairs)
+        return {key: item for part in parts for key, item in part.items()}
+    return {} if value is None else {name: value}
+
+
 class Tracker:
     """Rank 0's reports. ``tracked`` False (other ranks) makes every call a no-op."""
 
@@ -75,7 +84,7 @@ class Tracker:
             self.metrics.write(row)
             self.progress.show(row)
             if self.wandb is not None:
-                self.wandb.log({f"train/{k}": v for k, v in row.items() if k != "step"}, step=row["step"])
+                self.wandb.log(flat({"train": {k: v for k, v in row.items() if k != "step"}}), step=row["step"])
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Accept lengths of a step by bucket."""

@@ -16,7 +16,8 @@ from longdraft.train.checkpoints import Checkpoints
 from longdraft.train.config import TargetSettings
 from longdraft.train.engine import TorchEngine
 from longdraft.train.long_draft import main
-from longdraft.train.objective import StepLoss
+from longdraft.train.methods import longspec
+from longdraft.train.objective import SummedLoss
 from longdraft.train.positions import lag_of_step
 from longdraft.train.target import load_target, load_tokenizer
 
@@ -172,14 +173,14 @@ def test_init_from_starts_at_another_runs_draft(recipe: Path) -> None:
 def test_a_loss_that_is_not_finite_stops_with_step_and_samples(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    honest, calls = loop.longspec_loss, []
+    honest, calls = longspec.longspec_loss, []
 
-    def poisoned(draft: Any, target: Any, batch: Any, lag: int, settings: Any) -> StepLoss:
+    def poisoned(draft: Any, target: Any, batch: Any, lag: int, settings: Any) -> SummedLoss:
         out = honest(draft, target, batch, lag, settings)
         calls.append(batch.names)
-        return StepLoss(out.loss * float("nan"), out.correct) if len(calls) == 4 else out
+        return SummedLoss(out.loss * float("nan"), out.correct) if len(calls) == 4 else out
 
-    monkeypatch.setattr(loop, "longspec_loss", poisoned)
+    monkeypatch.setattr(longspec, "longspec_loss", poisoned)
     assert main(["--config", str(recipe), "schedule.save_every=2"]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: step 4: loss is nan")
@@ -194,14 +195,14 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_samples(
 
 
 def test_an_infinite_gradient_leaves_the_weights_alone(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = loop.longspec_loss
+    honest = longspec.longspec_loss
 
-    def exploding(*args: Any) -> StepLoss:
+    def exploding(*args: Any) -> SummedLoss:
         out = honest(*args)
-        return StepLoss(out.loss.detach() + 0 * out.loss / 0.0, out.correct)
+        return SummedLoss(out.loss.detach() + 0 * out.loss / 0.0, out.correct)
 
     kept: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(loop, "longspec_loss", exploding)
+    monkeypatch.setattr(longspec, "longspec_loss", exploding)
     monkeypatch.setattr(loop.Run, "_diagnosis", lambda self, *_: kept.update(self.engine.weights()) or "")
     assert main(["--config", str(recipe)]) == 1
     assert kept
