@@ -1,4 +1,4 @@
-"""longdraft train | serve | models | bench | demo
+"""longdraft train | serve | models | drafts | bench | demo
 
 The one command line. Each command is imported when it is called, so that ``longdraft --help`` answers at once.
 """
@@ -49,6 +49,11 @@ def models(argv: Argv) -> int:
     return 0
 
 
+def drafts(argv: Argv) -> int:
+    """published drafts to our format and back: import SOURCE --target MODEL --output FOLDER"""
+    return _call("longdraft.draft_models.convert", argv)
+
+
 def bench(argv: Argv) -> int:
     """measure: the benchmarks' names and what they do come with --help"""
     found = runnable_benchmarks()
@@ -65,7 +70,7 @@ def demo(argv: Argv) -> int:
     return _call("longdraft.bench.demo", argv)
 
 
-COMMANDS: dict[str, Callable[[Argv], int]] = {f.__name__: f for f in (train, serve, models, bench, demo)}
+COMMANDS: dict[str, Callable[[Argv], int]] = {f.__name__: f for f in (train, serve, models, drafts, bench, demo)}
 
 
 def runnable_benchmarks() -> dict[str, str]:

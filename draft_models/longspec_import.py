@@ -1,0 +1,183 @@
+"""LongSpec's published drafts: their layer's names, biases and window to our format and back.
+
+The public checkpoints hold one bare decoder layer: biased q, k and v projections, a flash window of (512, -1) under a causal
+mask, no final norm, and key and value projections in the cross-attention that nothing reads (LongSpec, section 3.1 and its
+released training code). Legend: E hidden size, H query heads, K key/value heads, D head size.
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from longdraft.draft_models.checkpoint import CONFIG, WEIGHTS, CheckpointError, read_weights
+from longdraft.draft_models.config import LongSpecConfig, LongSpecSettings, TrainingFacts
+from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.target import TargetSpec
+from longdraft.draft_models.windows import from_flash
+
+INDEX = "model.safetensors.index.json"
+WINDOW = from_flash((512, -1))
+TRAINED_LAGS, TRAINED_ANCHORS, TRAINED_LENGTH = (
+    4,
+    4,
+    32768,
+)  # of the published recipe; positions beyond it are untrained
+OURS_TO_THEIRS = {
+    "self_norm.weight": "input_layernorm.weight",
+    "cross_norm.weight": "post_self_attention_layernorm.weight",
+    "mlp_norm.weight": "post_cross_attention_layernorm.weight",
+}
+UNUSED = tuple(f"cross_attn.{which}_proj.{kind}" for which in "kv" for kind in ("weight", "bias"))
+PREFIXES = ("draft_model.", "glide.", "model.")  # a whole training state, the test code's attribute, transformers' base
+LAYERS = {"qwen2": "Qwen2GlideDecoderLayer"}  # any other family: the Llama class
+
+
+def import_longspec(source: str | Path, target: TargetSpec) -> LongSpecDraft:
+    """Read a published draft for its target.
+
+    Args:
+        source: a folder with ``model.safetensors`` or its shards and index, or one safetensors file.
+        target: the target that the draft was trained for; it decides every size and the rotary embedding.
+
+    Returns:
+        The draft in the stored dtype, not yet bound to the target's embedding and head.
+
+    Raises:
+        CheckpointError: no safetensors, or a missing, unknown or mis-shaped weight.
+    """
+    found = _layer(_published_weights(Path(source)), source)
+    settings = LongSpecSettings(window=WINDOW, qkv_bias=True, cross_q_norm=False)
+    with torch.device("meta"):
+        shell = LongSpecDraft(LongSpecConfig(target, settings))
+    wanted = {OURS_TO_THEIRS.get(name, name): name for name in shell.state_dict()}
+    if missing := wanted.keys() - found.keys():
+        raise CheckpointError(
+            f"{source} misses weights {', '.join(sorted(missing))}: give a published LongSpec draft (a GliDe layer)"
+        )
+    if unknown := found.keys() - wanted.keys() - set(UNUSED):
+        raise CheckpointError(
+            f"{source} has unknown weights {', '.join(sorted(unknown))}: give a published LongSpec draft (a GliDe layer)"
+        )
+    ours = {wanted[name]: weight for name, weight in found.items() if name in wanted}
+    for name, want in shell.state_dict().items():
+        if ours[name].shape != want.shape:
+            raise CheckpointError(
+                f"{source}: {OURS_TO_THEIRS.get(name, name)} is {tuple(ours[name].shape)}, the target makes it "
+                f"{tuple(want.shape)}: use the target that the draft was trained for"
+            )
+    draft = LongSpecDraft(shell.config)
+    draft.load_state_dict(ours)
+    frequencies = draft.rotary.inverse
+    draft = draft.to(ours["self_attn.q_proj.weight"].dtype)
+    draft.rotary.inverse = frequencies  # a cast to 16 bit would bend far positions
+    return draft.eval()
+
+
+def published_facts(target: TargetSpec) -> TrainingFacts:
+    """How the published drafts were trained: lags 1 to 4, up to 4 anchors, 32K tokens (LongSpec, section 4.1)."""
+    length = min(TRAINED_LENGTH, target.max_position)
+    return TrainingFacts(max_length=length, max_position=length, anchors=TRAINED_ANCHORS, max_lag=TRAINED_LAGS)
+
+
+def export_longspec(draft: LongSpecDraft, folder: str | Path) -> None:
+    """Write our draft as the released code's ``from_pretrained`` loads it; the unused projections are zeros.
+
+    Args:
+        draft: any dtype.
+        folder: a new or empty folder; both files appear whole.
+
+    Raises:
+        CheckpointError: a draft that the released layer cannot hold, or a folder with something in it.
+    """
+    _refuse_unlike(draft)
+    t, folder = draft.config.target, Path(folder)
+    weights = {OURS_TO_THEIRS.get(n, n): w.detach().cpu().contiguous() for n, w in draft.state_dict().items()}
+    like = weights["self_attn.k_proj.weight"]
+    for attention in ("self_attn", "cross_attn"):
+        for which, size in (("q", t.num_heads), ("k", t.num_kv_heads), ("v", t.num_kv_heads)):
+            name = f"{attention}.{which}_proj"
+            weights.setdefault(f"{name}.weight", like.new_zeros(size * t.head_dim, t.hidden_size))
+            weights.setdefault(f"{name}.bias", like.new_zeros(size * t.head_dim))
+    if folder.exists() and any(folder.iterdir()):
+        raise CheckpointError(f"output {str(folder)!r} is not empty: give a new folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
+        ready = Path(work) / "ready"
+        ready.mkdir()
+        save_file(weights, ready / WEIGHTS, metadata={"format": "pt"})
+        (ready / CONFIG).write_text(json.dumps(_their_config(t, like.dtype), indent=1) + "\n")
+        os.replace(ready, folder)
+
+
+def _refuse_unlike(draft: LongSpecDraft) -> None:
+    s, t = draft.config.settings, draft.config.target
+    checks = {
+        f"window={s.window}": s.window == WINDOW,
+        "final_norm=True": not s.final_norm,
+        "cross_q_norm=True": not draft.config.cross_q_norm,
+        f"head_tokens={s.head_tokens}": s.head_tokens is None,
+        f"head_dim={t.head_dim}": t.head_dim * t.num_heads == t.hidden_size,
+    }
+    if wrong := [name for name, fits in checks.items() if not fits]:
+        raise CheckpointError(
+            f"{', '.join(wrong)} does not exist in LongSpec's released layer (window {WINDOW}, no such norms, whole "
+            "vocabulary, heads as wide as the hidden size): train such a draft, or keep our format"
+        )
+
+
+def _their_config(t: TargetSpec, dtype: torch.dtype) -> dict[str, Any]:
+    family = "qwen2" if t.model_type == "qwen2" else "llama"
+    return {
+        "architectures": [LAYERS.get(family, "LlamaGlideDecoderLayer")],
+        "model_type": family,
+        "hidden_size": t.hidden_size,
+        "intermediate_size": t.intermediate_size,
+        "num_hidden_layers": t.num_layers,
+        "num_attention_heads": t.num_heads,
+        "num_key_value_heads": t.num_kv_heads,
+        "vocab_size": t.vocab_size,
+        "max_position_embeddings": t.max_position,
+        "rms_norm_eps": t.rms_norm_eps,
+        "hidden_act": t.hidden_act,
+        "rope_theta": t.rope["rope_theta"],
+        "rope_scaling": None if t.rope["rope_type"] == "default" else t.rope,
+        "tie_word_embeddings": t.tie_embeddings,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def _published_weights(source: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file, or of a folder's one or several."""
+    if source.is_file():
+        if source.suffix != ".safetensors":
+            raise CheckpointError(f"{source} is no safetensors file: convert the draft to safetensors first")
+        return read_weights(source)
+    if (source / INDEX).is_file():
+        try:
+            shards = sorted(set(json.loads((source / INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise CheckpointError(f"{source / INDEX} is damaged: copy the draft again") from None
+        if unsafe := [name for name in shards if Path(name).name != name]:
+            raise CheckpointError(f"{source / INDEX} names {unsafe[0]!r} outside its folder: copy the draft again")
+        return {name: w for shard in shards for name, w in read_weights(source / shard).items()}
+    if not (source / WEIGHTS).is_file():
+        pickled = next((p.name for p in sorted(source.glob("*.bin"))), None) if source.is_dir() else None
+        found = f"only {pickled}, which is not read (it can run code)" if pickled else "none"
+        raise CheckpointError(f"draft {str(source)!r} needs {WEIGHTS}, it has {found}: convert it to safetensors first")
+    return read_weights(source / WEIGHTS)
+
+
+def _layer(weights: dict[str, torch.Tensor], source: str | Path) -> dict[str, torch.Tensor]:
+    """The draft's own tensors under bare names; of a training state, without the target's."""
+    for prefix in PREFIXES:
+        inner = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+        if "self_attn.q_proj.weight" in inner:
+            weights = inner
+            break
+    # Rotary frequencies are the target's; older transformers stored them with a layer.
+    return {n: w for n, w in weights.items() if not n.endswith("rotary_emb.inv_freq")}
