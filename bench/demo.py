@@ -22,8 +22,8 @@ from pydantic import Field
 from longdraft.bench import demo_report
 from longdraft.bench.demo_text import Prompt, prompts, write_training_text
 from longdraft.bench.provenance import device_name, git_commit, versions
-from longdraft.bench.repetition import ALLOWED, repeated_share
 from longdraft.bench.server import Generation, Server
+from longdraft.draft_models.repetition import ALLOWED, repeated_share
 from longdraft.errors import UserError
 from longdraft.schema import Settings
 from longdraft.train.config import find_config

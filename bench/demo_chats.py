@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from longdraft.bench.demo_text import training_documents
-from longdraft.bench.repetition import ALLOWED, repeated_share
+from longdraft.draft_models.repetition import ALLOWED, repeated_share
 from longdraft.schema import Settings
 
 THINGS = (

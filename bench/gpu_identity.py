@@ -16,8 +16,8 @@ from typing import Any
 
 from longdraft.bench.demo_text import Prompt, prompts
 from longdraft.bench.record import make_record, write_record
-from longdraft.bench.repetition import repeated_share
 from longdraft.bench.server import Server
+from longdraft.draft_models.repetition import repeated_share
 
 NEW_TOKENS = 256
 STEPS = 4

@@ -112,8 +112,14 @@ class Checkpoints:
         return read_weights(path / STATE), Checkpoints.progress(path)
 
 
-def lock_folder(folder: Path) -> IO[str]:
-    """Hold the run folder until the returned file is closed or the process ends.
+def lock_folder(
+    folder: Path, kind: str = "run folder", place: str = "run.output_dir", name: str = "run.name"
+) -> IO[str]:
+    """Hold a run's folder until the returned file is closed or the process ends.
+
+    Args:
+        folder: made if missing.
+        kind, place, name: what messages call it, and the settings that would choose another one.
 
     Raises:
         UserError: another process trains there (two would overwrite each other's checkpoints), or nothing can be written.
@@ -123,13 +129,13 @@ def lock_folder(folder: Path) -> IO[str]:
         file = (folder / ".lock").open("a")
     except OSError as error:
         raise UserError(
-            f"run folder {str(folder)!r} cannot be written ({error.strerror}): choose another run.output_dir"
+            f"{kind} {str(folder)!r} cannot be written ({error.strerror}): choose another {place}"
         ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(
-            f"run folder {str(folder)!r} is in use by another process: wait for it, or use another run.name"
+            f"{kind} {str(folder)!r} is in use by another process: wait for it, or use another {name}"
         ) from None
     except OSError:  # a file system without locks
         pass

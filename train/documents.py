@@ -1,8 +1,12 @@
 """Documents from JSONL files and Hugging Face data sets: one rendering to token ids and a loss mask by character offsets.
 
+A record is a conversation, a plain text, or already tokenised: ``{"input_ids": [...], "supervised_from": 7}``, as
+`longdraft generate` writes it, or ``{"input_ids": [...], "loss_mask": [0, 1, ...]}``, as SpecForge reads it.
+
 Legend: L tokens of a document.
 """
 
+import hashlib
 import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -14,6 +18,7 @@ from typing import Any, Protocol
 from longdraft.errors import UserError
 from longdraft.train.config import DataSettings, as_list
 
+TOKENS, FROM, MASK = "input_ids", "supervised_from", "loss_mask"
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -35,6 +40,11 @@ class Document:
 
 class Rows(Protocol):
     """Raw records by index, each with a name for messages."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the records: a file's SHA-256, or a data set's own fingerprint."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -69,6 +79,11 @@ class JsonlRows:
     def __len__(self) -> int:
         return len(self.lines)
 
+    @property
+    def fingerprint(self) -> str:
+        with Path(self.path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
     def row(self, index: int) -> tuple[dict[str, Any], str]:
         offset, number = self.lines[index]
         with Path(self.path).open("rb") as file:
@@ -92,6 +107,10 @@ class HuggingFaceRows:
 
     def __len__(self) -> int:
         return len(self.data)
+
+    @property
+    def fingerprint(self) -> str:
+        return str(self.data._fingerprint)
 
     def row(self, index: int) -> tuple[dict[str, Any], str]:
         return self.data[index], f"{self.name}:{index}"
@@ -130,14 +149,48 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
 
 def check_row(row: Mapping[str, Any], where: str, settings: DataSettings) -> None:
     """Raise :class:`UserError` naming the place and the field, if a record cannot become a document."""
-    if row.get(settings.conversation_field) is not None:
+    if row.get(TOKENS) is not None:
+        tokenised(row, where)
+    elif row.get(settings.conversation_field) is not None:
         conversation(row, where, settings)
     elif not isinstance(row.get(settings.text_field), str):
         found = type(row.get(settings.text_field)).__name__
-        wanted = f"a string in {settings.text_field!r} or a list in {settings.conversation_field!r}"
+        wanted = f"a string in {settings.text_field!r} or a list in {settings.conversation_field!r} or {TOKENS!r}"
         raise UserError(f"{where}: {settings.text_field} is {found}: a record needs {wanted} (it has {sorted(row)})")
     else:
         _check_characters(row[settings.text_field], f"{where}: {settings.text_field}")
+
+
+def tokenised(row: Mapping[str, Any], where: str, vocab_size: int | None = None) -> Document:
+    """A record of token ids as a document.
+
+    Args:
+        row: ``input_ids`` with ``supervised_from``, the first token that is supervised, or with a ``loss_mask``.
+        where: for messages.
+        vocab_size: the target's, if it is known yet.
+
+    Raises:
+        UserError: the fields do not fit each other or the vocabulary.
+    """
+    ids = row[TOKENS]
+    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+        raise UserError(f"{where}: {TOKENS} must be a list of token ids that is not empty")
+    if min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
+        bad = next(token for token in ids if token < 0 or (vocab_size is not None and token >= vocab_size))
+        limit = "0 or more" if vocab_size is None else f"below the target's vocabulary of {vocab_size}"
+        raise UserError(f"{where}: {TOKENS} holds {bad}, not {limit}: tokenise with the target's own tokenizer")
+    begin, mask = row.get(FROM), row.get(MASK)
+    if (begin is None) == (mask is None):
+        raise UserError(f"{where}: {TOKENS} needs one of {FROM!r} and {MASK!r} (it has {sorted(row)})")
+    if mask is None:
+        if type(begin) is not int or not 0 <= begin <= len(ids):
+            raise UserError(f"{where}: {FROM}={begin!r}: give a position in 0 .. {len(ids)}, the number of {TOKENS}")
+        return Document(ids, [i >= begin for i in range(len(ids))], where)
+    if not isinstance(mask, list) or not all(value in (0, 1) for value in mask):
+        raise UserError(f"{where}: {MASK} must be a list of 0 and 1")
+    if len(mask) != len(ids):
+        raise UserError(f"{where}: {MASK} has {len(mask)} entries for {len(ids)} {TOKENS}: give one for each")
+    return Document(ids, [bool(value) for value in mask], where)
 
 
 def _check_characters(text: str, at: str) -> None:
@@ -172,9 +225,31 @@ def conversation(row: Mapping[str, Any], where: str, settings: DataSettings) -> 
 class Renderer:
     """Turns a record into a :class:`Document` with the target's own tokenizer and chat template."""
 
-    def __init__(self, tokenizer: Any, settings: DataSettings) -> None:
+    def __init__(self, tokenizer: Any, settings: DataSettings, vocab_size: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.settings = settings
+        self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
+
+    def question(self, row: Mapping[str, Any], where: str) -> list[int] | None:
+        """Token ids of a conversation up to where its last answer begins, the template's prompt for it included.
+
+        Returns:
+            Empty if nothing comes before the answer; None if the record is no conversation.
+
+        Raises:
+            UserError: the record does not fit.
+        """
+        check_row(row, where, self.settings)
+        if row.get(TOKENS) is not None or row.get(self.settings.conversation_field) is None:
+            return None
+        messages = conversation(row, where, self.settings)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages:
+            return []
+        text = self._template(messages, where, add_generation_prompt=True)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return ids
 
     def render(self, row: Mapping[str, Any], where: str) -> Document:
         """One record. A plain text is supervised throughout, a conversation on the assistant's turns with their end marks.
@@ -182,6 +257,8 @@ class Renderer:
         Raises:
             UserError: the record does not fit, or its answers cannot be found in the rendered template.
         """
+        if row.get(TOKENS) is not None:
+            return tokenised(row, where, self.vocab_size)
         check_row(row, where, self.settings)
         if row.get(self.settings.conversation_field) is None:
             ids = self.tokenizer(row[self.settings.text_field], verbose=False).input_ids
@@ -237,12 +314,20 @@ def mask_by_offsets(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[in
 class Corpus:
     """Several sources as one, by index.
 
+    Args:
+        names: of the sources.
+        settings: how they are read.
+        tokenizer: the target's.
+        vocab_size: the target's, which bounds records of token ids; None: the tokenizer's.
+
     Raises:
         UserError: from the sources.
     """
 
-    def __init__(self, names: list[str] | str, settings: DataSettings, tokenizer: Any) -> None:
-        self.renderer = Renderer(tokenizer, settings)
+    def __init__(
+        self, names: list[str] | str, settings: DataSettings, tokenizer: Any, vocab_size: int | None = None
+    ) -> None:
+        self.renderer = Renderer(tokenizer, settings, vocab_size)
         self.sources: list[Rows] = [open_rows(name, settings) for name in as_list(names)]
         self.ends = list(accumulate(len(source) for source in self.sources))
 
@@ -250,9 +335,16 @@ class Corpus:
         return self.ends[-1]
 
     def __getitem__(self, index: int) -> Document:
+        return self.renderer.render(*self._row(index))
+
+    def question(self, index: int) -> tuple[list[int] | None, str]:
+        """:meth:`Renderer.question` of a record, and its name."""
+        row, where = self._row(index)
+        return self.renderer.question(row, where), where
+
+    def _row(self, index: int) -> tuple[dict[str, Any], str]:
         which = bisect_right(self.ends, index)
-        row, where = self.sources[which].row(index - (self.ends[which - 1] if which else 0))
-        return self.renderer.render(row, where)
+        return self.sources[which].row(index - (self.ends[which - 1] if which else 0))
 
 
 def open_rows(name: str, settings: DataSettings) -> Rows:

@@ -29,6 +29,18 @@ def _git(*words: str) -> str:
     return done.stdout.strip()
 
 
+def origin(command: list[str]) -> dict[str, Any]:
+    """Where and by what something is made: command, date, commit, machine, versions; without secrets."""
+    return {
+        "command": redact(shlex.join(command)),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "python": sys.version.split()[0],
+        "machine": platform.platform(),
+        "versions": library_versions(),
+    }
+
+
 def write_run_file(settings: TrainSettings, command: list[str], facts: dict[str, Any], resumed_step: int = 0) -> Path:
     """Write ``run.yaml`` into the run's folder; its ``settings`` section is a recipe that repeats the run.
 
@@ -40,16 +52,7 @@ def write_run_file(settings: TrainSettings, command: list[str], facts: dict[str,
         facts: devices, sizes and whatever else was found at start.
         resumed_step: where the run continues; 0 for a new one.
     """
-    record = {
-        "command": redact(shlex.join(command)),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "python": sys.version.split()[0],
-        "machine": platform.platform(),
-        "versions": library_versions(),
-        "facts": facts,
-        "settings": redact(settings.model_dump(mode="json")),
-    }
+    record = {**origin(command), "facts": facts, "settings": redact(settings.model_dump(mode="json"))}
     settings.folder.mkdir(parents=True, exist_ok=True)
     path = settings.folder / (f"run-from-{resumed_step}.yaml" if resumed_step else "run.yaml")
     path.write_text(yaml.safe_dump(record, sort_keys=False, allow_unicode=True))

@@ -1,4 +1,4 @@
-"""longdraft train | serve | models | drafts | bench | demo
+"""longdraft train | generate | serve | models | drafts | bench | demo
 
 The one command line. Each command is imported when it is called, so that ``longdraft --help`` answers at once.
 """
@@ -30,6 +30,11 @@ def train(argv: Argv) -> int:
         ).print_help()
         return 0
     return _call("longdraft.train.long_draft", to_overrides(TrainSettings, argv, "longdraft train"))
+
+
+def generate(argv: Argv) -> int:
+    """training data from the target's own answers: --target.path TARGET --prompts.sources FILE.jsonl --out FOLDER"""
+    return _call("longdraft.train.generate", argv)
 
 
 def serve(argv: Argv) -> int:
@@ -70,7 +75,9 @@ def demo(argv: Argv) -> int:
     return _call("longdraft.bench.demo", argv)
 
 
-COMMANDS: dict[str, Callable[[Argv], int]] = {f.__name__: f for f in (train, serve, models, drafts, bench, demo)}
+COMMANDS: dict[str, Callable[[Argv], int]] = {
+    f.__name__: f for f in (train, generate, serve, models, drafts, bench, demo)
+}
 
 
 def runnable_benchmarks() -> dict[str, str]:

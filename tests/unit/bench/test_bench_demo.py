@@ -19,8 +19,8 @@ from longdraft.bench.demo_text import (
     topic_text,
     training_documents,
 )
-from longdraft.bench.repetition import repeated_share
 from longdraft.bench.server import Generation, server_sent
+from longdraft.draft_models.repetition import repeated_share
 
 
 @pytest.mark.parametrize(

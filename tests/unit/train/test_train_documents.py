@@ -94,6 +94,20 @@ BAD_LINES = {
         r'{"conversations": [{"role": "user", "content": "\udc00"}]}',
         r"conversations\[0\]\.content has half of a surrogate pair",
     ),
+    "tokens of a wrong type": (
+        '{"input_ids": [1, "2"], "supervised_from": 0}',
+        r"data\.jsonl:2: input_ids must be a list",
+    ),
+    "no tokens": ('{"input_ids": [], "supervised_from": 0}', r"data\.jsonl:2: input_ids must be a list"),
+    "negative token": ('{"input_ids": [1, -2], "supervised_from": 0}', r"data\.jsonl:2: input_ids holds -2"),
+    "tokens without a mask": ('{"input_ids": [1], "text": "a"}', r"needs one of 'supervised_from' and 'loss_mask'"),
+    "tokens with two masks": (
+        '{"input_ids": [1], "supervised_from": 0, "loss_mask": [1]}',
+        r"needs one of 'supervised_from' and 'loss_mask'",
+    ),
+    "an answer behind the end": ('{"input_ids": [1, 2], "supervised_from": 3}', r"supervised_from=3: give .* 0 \.\. 2"),
+    "a mask of another length": ('{"input_ids": [1, 2], "loss_mask": [1]}', r"loss_mask has 1 entries for 2 input_ids"),
+    "a mask of other values": ('{"input_ids": [1], "loss_mask": [2]}', r"loss_mask must be a list of 0 and 1"),
     "endless nesting": ('{"text": ' + "[" * 100000, r"data\.jsonl:2: not valid JSON"),
 }
 
@@ -105,6 +119,25 @@ def test_a_bad_line_is_named_before_training_starts(name: str, tmp_path: Path) -
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(UserError, match=message):
         Corpus(str(path), SETTINGS, byte_tokenizer())
+
+
+def test_tokenised_records_are_taken_as_they_are(tmp_path: Path) -> None:
+    rows = [{"input_ids": [5, 6, 7], "supervised_from": 1}, {"input_ids": [5, 6, 7], "loss_mask": [1, 0, 1]}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    corpus = Corpus(str(tmp_path / "data.jsonl"), SETTINGS, byte_tokenizer())
+    assert [corpus[i].ids for i in range(2)] == [[5, 6, 7]] * 2
+    assert [corpus[i].supervised for i in range(2)] == [[False, True, True], [True, False, True]]
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    """The tokenizer's vocabulary, unless the target's is given: its embedding may have rows without a name."""
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"input_ids": [1, 288], "supervised_from": 0}\n')
+    with pytest.raises(
+        UserError, match=r"data\.jsonl:1: input_ids holds 288, not below the target's vocabulary of 288"
+    ):
+        Corpus(str(path), SETTINGS, byte_tokenizer())[0]
+    assert Corpus(str(path), SETTINGS, byte_tokenizer(), 289)[0].ids == [1, 288]
 
 
 @pytest.mark.parametrize("content", [None, ""])

@@ -1,0 +1,116 @@
+"""What a generation leaves: one JSONL file that grows a batch at a time, and a JSON file that says how far it is and of what.
+
+The JSON file is replaced, in one move, after a batch lies on the disk, and counts the bytes that hold; a killed process leaves
+at most bytes behind them, which the next one cuts off.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from longdraft.errors import UserError
+from longdraft.train.checkpoints import lock_folder
+
+DATA, PROVENANCE = "generated.jsonl", "provenance.json"
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a weight file: reading all of a large target's would take minutes
+
+
+@dataclass
+class Counts:
+    """Progress: the next prompt (``record``, ``cut``), the bytes of the file that hold, and what became of the prompts."""
+
+    record: int = 0
+    cut: int = 0
+    bytes: int = 0
+    prompts: int = 0
+    answers: int = 0
+    repetitive: int = 0
+    stopped: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    finished: bool = False
+
+
+class Output:
+    """The folder of a generation, held by this process until :meth:`close`.
+
+    Args:
+        folder: made if missing.
+        identity: settings that decide the output.
+        facts: what else the JSON file says; the newest process's hold.
+
+    Raises:
+        UserError: another process writes there, or the folder was begun with other settings.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any], facts: dict[str, Any]) -> None:
+        self.folder, self.identity, self.facts = folder, json.loads(json.dumps(identity)), facts
+        self._lock = lock_folder(folder, "output folder", "out", "out")
+        self.counts = self._resume()
+        self._file = (folder / DATA).open("ab")
+        self._file.truncate(self.counts.bytes)
+        self.say()  # before the first record: a file of records without it is not ours
+
+    def _resume(self) -> Counts:
+        path = self.folder / PROVENANCE
+        if not path.exists():
+            if (self.folder / DATA).exists():
+                raise UserError(f"out={str(self.folder)!r} holds {DATA} without {PROVENANCE}: give another folder")
+            return Counts()
+        try:
+            found = json.loads(path.read_text())
+            counts, then = Counts(**found["counts"]), found["identity"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path} is damaged ({error}): give another out, or remove the folder") from None
+        for key in sorted(then.keys() | self.identity.keys()):
+            if then.get(key) != self.identity.get(key):
+                raise UserError(
+                    f"{key}={self.identity.get(key)!r}, but out={str(self.folder)!r} was begun with {then.get(key)!r}: "
+                    "give another out, or the former value"
+                )
+        if not (self.folder / DATA).exists() or (self.folder / DATA).stat().st_size < counts.bytes:
+            raise UserError(f"{self.folder / DATA} is shorter than {PROVENANCE} says: give another out")
+        return counts
+
+    def save(self, rows: list[dict[str, Any]]) -> None:
+        """Append records, then say so; ``counts`` is what the next process starts from."""
+        self._file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.counts.bytes = self._file.tell()
+        self.say()
+
+    def say(self) -> None:
+        """Replace the JSON file."""
+        record = {**self.facts, "identity": self.identity, "counts": asdict(self.counts)}
+        work = self.folder / f".{PROVENANCE}.{os.getpid()}"
+        with work.open("w") as file:
+            file.write(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        work.replace(self.folder / PROVENANCE)
+
+    def close(self) -> None:
+        self._file.close()
+        self._lock.close()
+
+
+def weights_fingerprint(folder: str) -> str | None:
+    """SHA-256 over names, sizes and spread samples of a model folder's weight files and its config; None without a folder."""
+    files = sorted([*Path(folder).glob("*.safetensors"), *Path(folder).glob("config.json")])
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for i in range(SAMPLES):
+                file.seek(max(size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
