@@ -12,8 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from longdraft.draft_models.config import FORMAT_VERSION, LongSpecConfig, LongSpecSettings, TrainingFacts
-from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.config import FORMAT_VERSION, TrainingFacts, vars_of
+from longdraft.draft_models.eagle3 import Eagle3Draft
+from longdraft.draft_models.kinds import KINDS, AnyConfig, AnyDraft
 from longdraft.draft_models.rope import Rotary
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
@@ -41,7 +42,7 @@ def library_versions() -> dict[str, str]:
 
 
 def save_draft(
-    draft: LongSpecDraft,
+    draft: AnyDraft,
     folder: str | Path,
     target_name: str,
     facts: TrainingFacts | None = None,
@@ -64,7 +65,7 @@ def save_draft(
     }  # gathered weights leave out what is not trained, as a ranked head's ids
     weights = {k: v.detach().to("cpu").contiguous() for k, v in both.items()}
     config = draft.config.to_json(target_name, facts or TrainingFacts(), library_versions())
-    config["dtype"] = str(weights["self_attn.q_proj.weight"].dtype).removeprefix("torch.")
+    config["dtype"] = str(weights_dtype(weights)).removeprefix("torch.")
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         save_file(weights, work / WEIGHTS, metadata={"format": "pt"})
@@ -85,11 +86,16 @@ def save_draft(
         shutil.rmtree(work, ignore_errors=True)
 
 
+def weights_dtype(weights: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The type of a draft's weights; the ids of a vocabulary are none."""
+    return next(weight.dtype for weight in weights.values() if weight.is_floating_point())
+
+
 def read_config(folder: str | Path) -> dict[str, Any]:
     """The checkpoint's ``config.json``.
 
     Raises:
-        CheckpointError: no such file, no JSON, or no LongSpec draft of a known format.
+        CheckpointError: no such file, no JSON, or no draft of a known kind and format.
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
@@ -99,10 +105,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}): export the draft again") from None
     ours = config.get("longdraft") if isinstance(config, dict) else None
-    if not isinstance(ours, dict) or ours.get("draft") != "longspec":
-        kind = config.get("architectures") if isinstance(config, dict) else config
+    if not isinstance(ours, dict) or ours.get("draft") not in KINDS:
+        architecture = config.get("architectures") if isinstance(config, dict) else config
+        known = " or ".join(kind.config.title for kind in KINDS.values())
         raise CheckpointError(
-            f"{path}: architectures={kind} is not a LongSpec draft: give a folder that longdraft train wrote"
+            f"{path}: architectures={architecture} is not a {known} draft: give a folder that longdraft train wrote"
         )
     if ours.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
@@ -113,8 +120,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 def load_draft(
     folder: str | Path, target: TargetSpec, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-) -> LongSpecDraft:
-    """Build the draft of a folder for a target; :meth:`LongSpecDraft.bind` the target's embedding and head next.
+) -> AnyDraft:
+    """Build the draft of a folder for a target; ``bind`` the target's embedding and head next.
 
     Raises:
         CheckpointError: a target that does not match, or a missing, unused or mis-shaped weight.
@@ -123,25 +130,24 @@ def load_draft(
     draft.to_empty(device="cpu")
     weights = read_weights(Path(folder) / WEIGHTS)
     draft.load_state_dict(weights)
-    draft.to(dtype=dtype or weights["self_attn.q_proj.weight"].dtype, device=device)
-    draft.rotary = Rotary(target).to(device)  # after the casts: its frequencies stay float32
+    if isinstance(draft, Eagle3Draft):
+        check_vocabulary(draft, folder)
+    draft.to(dtype=dtype or weights_dtype(weights), device=device)
+    draft.rotary = Rotary(draft.config.rotary_spec).to(device)  # after the casts: its frequencies stay float32
     return draft.eval()
 
 
-def check_draft(folder: str | Path, config: dict[str, Any], target: TargetSpec) -> LongSpecDraft:
+def check_draft(folder: str | Path, config: dict[str, Any], target: TargetSpec) -> AnyDraft:
     """Check a folder against a target by its headers alone; returns the draft without storage (on the meta device).
 
     Raises:
         CheckpointError: as :func:`load_draft`.
     """
     check_target(config, target, folder)
-    try:
-        settings = validate(LongSpecSettings, config["longdraft"].get("settings"))
-    except UserError as error:
-        raise CheckpointError(f"{folder}/{CONFIG}: longdraft.settings: {error}: export the draft again") from None
+    own = draft_config(config, target, folder)
     training_facts(config, folder)
     with torch.device("meta"):
-        draft = LongSpecDraft(LongSpecConfig(target, settings))
+        draft = KINDS[own.kind].build(own)
     found, expected = read_shapes(Path(folder) / WEIGHTS), draft.state_dict()
     for problem, names in (("misses", expected.keys() - found.keys()), ("has unused", found.keys() - expected.keys())):
         if names:
@@ -156,6 +162,36 @@ def check_draft(folder: str | Path, config: dict[str, Any], target: TargetSpec) 
     return draft
 
 
+def draft_config(config: dict[str, Any], target: TargetSpec, folder: str | Path) -> AnyConfig:
+    """A draft's config from its file's content, for the target that it was trained for.
+
+    Raises:
+        CheckpointError: settings that are none, or a key beside them that says something else.
+    """
+    kind = KINDS[config["longdraft"]["draft"]]
+    try:
+        own = kind.configure(target, validate(kind.settings, config["longdraft"].get("settings")))
+    except UserError as error:
+        raise CheckpointError(f"{folder}/{CONFIG}: longdraft.settings: {error}: export the draft again") from None
+    written = json.loads(json.dumps(own.to_json("", TrainingFacts(), {})))
+    for field in own.own_fields:  # what SGLang reads and what we read must be the same draft
+        if config.get(field) != (want := written.get(field)):
+            raise CheckpointError(
+                f"{folder}/{CONFIG}: {field}={config.get(field)}, longdraft.settings makes it {want}: export the draft again"
+            )
+    return own
+
+
+def check_vocabulary(draft: Eagle3Draft, folder: str | Path) -> None:
+    """Raise :class:`CheckpointError` where ``d2t`` and ``t2d`` are not one ascending choice of the target's tokens."""
+    ids = draft.target_ids
+    fits = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < len(draft.t2d)
+    if not fits or not torch.equal(draft.t2d.nonzero().flatten(), ids):
+        raise CheckpointError(
+            f"{folder}/{WEIGHTS}: d2t and t2d do not name the same ascending tokens: export the draft again"
+        )
+
+
 def training_facts(config: dict[str, Any], folder: str | Path) -> TrainingFacts:
     """How a folder's draft was trained; raises :class:`CheckpointError` where its config does not say."""
     try:
@@ -166,8 +202,6 @@ def training_facts(config: dict[str, Any], folder: str | Path) -> TrainingFacts:
 
 def check_target(config: dict[str, Any], target: TargetSpec, folder: str | Path) -> None:
     """Raise :class:`CheckpointError` naming the first field in which a draft's target differs from this one."""
-    from longdraft.draft_models.config import vars_of
-
     outer = {
         "hidden_size": target.hidden_size,
         "intermediate_size": target.intermediate_size,
@@ -176,8 +210,8 @@ def check_target(config: dict[str, Any], target: TargetSpec, folder: str | Path)
         "head_dim": target.head_dim,
         "vocab_size": target.vocab_size,
     }
-    for field, want in outer.items():
-        if config.get(field) != want:
+    for field in KINDS[config["longdraft"]["draft"]].config.target_fields:
+        if config.get(field) != (want := outer[field]):
             raise CheckpointError(
                 f"{folder}/{CONFIG}: {field}={config.get(field)}, the target has {want}: use the draft that was trained for this target"
             )

@@ -45,11 +45,24 @@ class TrainingFacts(BaseModel):
 class LongSpecConfig:
     """Everything that builds a LongSpec draft: the target's shapes and the draft's settings."""
 
+    kind = "longspec"
+    title = "LongSpec"
+    # Keys of config.json that must be the target's, and those that follow from the draft's own settings.
+    target_fields: tuple[str, ...] = (
+        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    )  # fmt: skip
+    own_fields: tuple[str, ...] = ()
+
     def __init__(self, target: TargetSpec, settings: LongSpecSettings | None = None) -> None:
         self.target = target
         self.settings = settings or LongSpecSettings()
         choice = self.settings.cross_q_norm
         self.cross_q_norm: bool = target.qk_norm if choice is None else choice
+
+    @property
+    def rotary_spec(self) -> TargetSpec:
+        """Where the draft's rotation comes from: the target itself, whose rotated keys it reads."""
+        return self.target
 
     def to_json(self, target_name: str, facts: TrainingFacts, versions: dict[str, str]) -> dict[str, Any]:
         """The checkpoint's ``config.json``. Outer keys are what transformers and SGLang parse, ours lie under ``longdraft``."""
@@ -72,7 +85,7 @@ class LongSpecConfig:
             "rope_parameters": t.rope,
             "longdraft": {
                 "format_version": FORMAT_VERSION,
-                "draft": "longspec",
+                "draft": self.kind,
                 "settings": self.settings.model_dump(),
                 "target": {"name": target_name, "hash": t.hash, "spec": vars_of(t)},
                 "training": facts.model_dump(),

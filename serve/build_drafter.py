@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from longdraft.draft_models.checkpoint import load_draft, read_config, training_facts
+from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.target import TargetSpec
 from longdraft.serve.drafters.base import Drafter
 from longdraft.serve.drafters.longspec import LongSpecDrafter
@@ -29,6 +30,7 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any) -> Dra
     target = TargetSpec.from_config(runner.model_config.hf_text_config)
     embedding, head = runner.model.get_embed_and_head()
     draft = load_draft(folder, target, dtype=runner.dtype, device=embedding.device).bind(embedding, head)
+    assert isinstance(draft, LongSpecDraft), "checks.py refuses other kinds at start-up"
     if any(not bool(torch.isfinite(p).all()) for p in draft.parameters()):
         logger.error(
             "longdraft: the draft in %s has weights that are not finite: answers stay right, nothing it drafts will be kept",

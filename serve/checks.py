@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from longdraft.draft_models.checkpoint import check_draft, read_config
+from longdraft.draft_models.config import LongSpecConfig
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
 from longdraft.serve.settings import read_environment
@@ -99,4 +100,8 @@ def _check_models(server_args: Any) -> None:
     if folder is None:
         return
     target = TargetSpec.from_config(text)
+    if config["longdraft"]["draft"] != LongSpecConfig.kind:
+        raise UserError(
+            f"{folder} holds an EAGLE-3 draft, which LONGDRAFT does not serve yet: serve it with --speculative-algorithm EAGLE3"
+        )
     check_draft(folder, config, target)

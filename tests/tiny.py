@@ -6,6 +6,8 @@ from typing import Any
 import torch
 
 from longdraft.draft_models.config import LongSpecConfig, LongSpecSettings
+from longdraft.draft_models.eagle3 import Eagle3Draft
+from longdraft.draft_models.eagle3_config import Eagle3Config, Eagle3Settings
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.train.target import FrozenTarget
 from longdraft.train.tiny_random import byte_tokenizer, tiny_random_model
@@ -40,7 +42,21 @@ def tiny_draft(target: FrozenTarget, seed: int = 0, **settings: Any) -> LongSpec
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         draft = LongSpecDraft(LongSpecConfig(target.spec, LongSpecSettings(**settings)))
-        with torch.no_grad():
-            for weight in draft.parameters():
-                weight.normal_(std=0.2) if weight.dim() > 1 else weight.add_(0.2 * torch.randn_like(weight))
+        _show_everything(draft)
     return draft.bind(target.embedding_VE, target.head_VE)
+
+
+def tiny_eagle3(target: FrozenTarget, seed: int = 0, **settings: Any) -> Eagle3Draft:
+    """A random EAGLE-3 draft, as :func:`tiny_draft`, its vocabulary spread at random; the target needs four layers."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        draft = Eagle3Draft(Eagle3Config(target.spec, Eagle3Settings(**settings)))
+        _show_everything(draft)
+        draft.choose_vocabulary(torch.randperm(target.spec.vocab_size)[: draft.config.vocab_size])
+    return draft.bind(target.embedding_VE, target.head_VE)
+
+
+def _show_everything(draft: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.normal_(std=0.2) if weight.dim() > 1 else weight.add_(0.2 * torch.randn_like(weight))

@@ -13,6 +13,7 @@ from longdraft.draft_models.checkpoint import load_draft
 from longdraft.draft_models.config import LongSpecConfig
 from longdraft.draft_models.initialise import FitBatch, fit_to_hidden, initialise_from_target
 from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.errors import UserError
 from longdraft.kernels.linear_cross_entropy import IGNORED
 from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Corpus
@@ -30,7 +31,12 @@ def build_draft(settings: TrainSettings, target: FrozenTarget) -> LongSpecDraft:
     """
     dtype = resolve_dtype(settings.engine.dtype, target.device)
     if settings.draft.init_from is not None:
-        draft = load_draft(settings.draft.init_from, target.spec, dtype, target.device)
+        loaded = load_draft(settings.draft.init_from, target.spec, dtype, target.device)
+        if not isinstance(loaded, LongSpecDraft):
+            raise UserError(
+                f"draft.init_from={settings.draft.init_from!r} holds an EAGLE-3 draft: give a LongSpec draft"
+            )
+        draft = loaded
     else:
         torch.manual_seed(settings.run.seed)
         draft = LongSpecDraft(LongSpecConfig(target.spec, settings.draft.architecture))

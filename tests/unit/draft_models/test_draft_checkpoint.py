@@ -165,12 +165,12 @@ def test_a_config_that_is_no_json(text: str, folder: Path) -> None:
 @pytest.mark.parametrize("text", ["[]", "3", "null", '{"architectures": ["LlamaForCausalLM"]}', '{"longdraft": 1}'])
 def test_a_config_of_something_else(text: str, folder: Path) -> None:
     (folder / "config.json").write_text(text)
-    assert "is not a LongSpec draft: give a folder that longdraft train wrote" in refusal(folder)
+    assert "is not a LongSpec or EAGLE-3 draft: give a folder that longdraft train wrote" in refusal(folder)
 
 
 def test_another_algorithms_draft(folder: Path) -> None:
-    edit(folder, lambda c: c["longdraft"].update(draft="eagle3"))
-    assert "is not a LongSpec draft" in refusal(folder)
+    edit(folder, lambda c: c["longdraft"].update(draft="medusa"))
+    assert "is not a LongSpec or EAGLE-3 draft" in refusal(folder)
 
 
 def test_another_format_version(folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.server_args import ServerArgs
-from tiny import tiny_draft, tiny_target
+from tiny import tiny_draft, tiny_eagle3, tiny_target
 from transformers import LlamaConfig
 
 from longdraft.draft_models.checkpoint import save_draft
@@ -121,9 +121,15 @@ def test_a_draft_that_fits_passes_and_one_that_does_not_is_named(tmp_path: Path)
     other = arguments(tiny_config("llama", intermediate_size=128), speculative_draft_model_path=str(tmp_path / "d"))
     assert re.search(r"intermediate_size=96, the target has 128: use the draft", refused(other))
     config = json.loads((tmp_path / "d" / "config.json").read_text())
-    config["longdraft"]["draft"] = "eagle3"
+    config["longdraft"]["draft"] = "medusa"
     (tmp_path / "d" / "config.json").write_text(json.dumps(config))
-    assert "is not a LongSpec draft" in refused(arguments(speculative_draft_model_path=str(tmp_path / "d")))
+    assert "is not a LongSpec or EAGLE-3 draft" in refused(arguments(speculative_draft_model_path=str(tmp_path / "d")))
+
+
+def test_an_eagle3_draft_is_left_to_sglang(tmp_path: Path) -> None:
+    save_draft(tiny_eagle3(tiny_target("llama", num_hidden_layers=4)), tmp_path / "d", "t")
+    four = tiny_config("llama", num_hidden_layers=4)
+    assert "EAGLE3" in refused(arguments(four, speculative_draft_model_path=str(tmp_path / "d")))
 
 
 def test_lookup_serves_targets_that_no_draft_could_read() -> None:
