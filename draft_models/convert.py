@@ -40,6 +40,7 @@ def target_spec(name: str) -> TargetSpec:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; raises :class:`UserError`."""
     from longdraft.draft_models.checkpoint import load_draft, save_draft
+    from longdraft.draft_models.longspec import LongSpecDraft
     from longdraft.draft_models.longspec_import import export_longspec, import_longspec, published_facts
 
     args = parser().parse_args(argv)
@@ -48,7 +49,10 @@ def main(argv: list[str] | None = None) -> int:
         draft = import_longspec(args.source, target)
         save_draft(draft, args.output, args.target, published_facts(target))
     else:
-        draft = load_draft(args.source, target)
+        loaded = load_draft(args.source, target)
+        if not isinstance(loaded, LongSpecDraft):
+            raise UserError(f"{args.source} holds no LongSpec draft: give one, or another --format")
+        draft = loaded
         export_longspec(draft, args.output)
     count = sum(p.numel() for p in draft.parameters())
     print(f"{args.output}: {count:,} parameters, window {draft.config.settings.window}")
