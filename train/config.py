@@ -129,7 +129,9 @@ class ScheduleSettings(Settings):
 class EvaluationSettings(Settings):
     prompts: int = Field(8, ge=0, description="prompts cut from the eval documents; 0 is off")
     lengths: list[int] = Field([], description="prompt lengths in tokens to cut; empty: where the answer begins")
-    new_tokens: int = Field(64, ge=1, description="greedy tokens that follow a prompt")
+    new_tokens: int = Field(
+        256, ge=2, description="greedy tokens that follow a prompt; what loops among them is left out of τ"
+    )
     steps: int | None = Field(None, ge=1, description="drafted tokens a verification; None: lag.max")
 
 

@@ -50,6 +50,10 @@ class Rows(Protocol):
 
     def row(self, index: int) -> tuple[dict[str, Any], str]: ...
 
+    def description(self) -> dict[str, Any]:
+        """Name, fingerprint and size as plain values, for the run's records."""
+        ...
+
 
 class JsonlRows:
     """A JSONL file, read once to find and check its lines, then line by line as they are needed.
@@ -61,10 +65,12 @@ class JsonlRows:
     def __init__(self, path: str, settings: DataSettings) -> None:
         self.path = path
         self.lines: list[tuple[int, int]] = []  # byte offset, line number
+        digest = hashlib.sha256()  # of what was checked here, at the price of no second reading
         try:
             with Path(path).open("rb") as file:
                 offset = 0
                 for number, raw in enumerate(file, 1):
+                    digest.update(raw)
                     if raw.strip():
                         check_row(_parse(raw, f"{path}:{number}"), f"{path}:{number}", settings)
                         self.lines.append((offset, number))
@@ -73,22 +79,21 @@ class JsonlRows:
             raise UserError(
                 f"data file {path!r} cannot be read ({error.strerror}): give an existing JSONL file"
             ) from None
+        self.fingerprint, self.bytes = digest.hexdigest(), offset
         if not self.lines:
             raise UserError(f"data file {path!r} is empty: give one JSON object a line")
 
     def __len__(self) -> int:
         return len(self.lines)
 
-    @property
-    def fingerprint(self) -> str:
-        with Path(self.path).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
     def row(self, index: int) -> tuple[dict[str, Any], str]:
         offset, number = self.lines[index]
         with Path(self.path).open("rb") as file:
             file.seek(offset)
             return _parse(file.readline(), f"{self.path}:{number}"), f"{self.path}:{number}"
+
+    def description(self) -> dict[str, Any]:
+        return {"source": self.path, "documents": len(self), "bytes": self.bytes, "sha256": self.fingerprint}
 
 
 class HuggingFaceRows:
@@ -109,11 +114,15 @@ class HuggingFaceRows:
         return len(self.data)
 
     @property
-    def fingerprint(self) -> str:
+    def fingerprint(self) -> str:  # it changes with the data and with every step that made it
         return str(self.data._fingerprint)
 
     def row(self, index: int) -> tuple[dict[str, Any], str]:
         return self.data[index], f"{self.name}:{index}"
+
+    def description(self) -> dict[str, Any]:
+        size = self.data.info.dataset_size
+        return {"source": self.name, "documents": len(self), "bytes": size, "fingerprint": self.fingerprint}
 
 
 def _load_hugging_face(name: str, settings: DataSettings) -> Any:
@@ -333,6 +342,10 @@ class Corpus:
 
     def __len__(self) -> int:
         return self.ends[-1]
+
+    def fingerprints(self) -> list[dict[str, Any]]:
+        """One a source, in order: its name, number of documents, bytes, and its hash."""
+        return [source.description() for source in self.sources]
 
     def __getitem__(self, index: int) -> Document:
         return self.renderer.render(*self._row(index))

@@ -8,38 +8,68 @@ from dataclasses import dataclass, field
 
 from longdraft.draft_models.acceptance import AcceptStats
 from longdraft.draft_models.longspec import LongSpecDraft
-from longdraft.draft_models.reference_decode import speculative_decode
+from longdraft.draft_models.reference_decode import Decoded, speculative_decode
+from longdraft.draft_models.repetition import ALLOWED, repeated_share
+from longdraft.train.buckets import BUCKET_NAMES, TOTAL, bucket_of
 from longdraft.train.config import EvaluationSettings
 from longdraft.train.documents import Corpus, Document
 from longdraft.train.samples import answer_start
 from longdraft.train.target import FrozenTarget
 
-BUCKETS = ((2048, "<2K"), (8192, "2K-8K"), (32768, "8K-32K"), (1 << 62, ">32K"))
 SHORTEST_PROMPT = 16
-
-
-def bucket_of(length: int) -> str:
-    """Name of the context bucket of a prompt of so many tokens."""
-    return next(name for limit, name in BUCKETS if length < limit)
 
 
 @dataclass
 class BucketResult:
-    """Sums over the prompts of a bucket; ``accepted_at[d]`` counts the verifications that kept more than d drafts."""
+    """Sums over the prompts of a bucket.
+
+    An output that loops flatters every draft: it is counted in ``looping`` and is in no other figure but ``every``.
+
+    Attributes:
+        prompts: decoded prompts, looping ones included.
+        looping: outputs of which more than 30 % of the 4-grams repeat.
+        stats: over the outputs that do not loop.
+        every: over all outputs.
+        accepted_at: of the outputs that do not loop; ``[d]`` counts the verifications that kept more than d drafts.
+    """
 
     prompts: int = 0
+    looping: int = 0
     stats: AcceptStats = field(default_factory=AcceptStats)
+    every: AcceptStats = field(default_factory=AcceptStats)
     accepted_at: list[int] = field(default_factory=list)
 
+    def add(self, decoded: Decoded) -> None:
+        """One prompt's output."""
+        loops = repeated_share(decoded.tokens) > ALLOWED
+        self.prompts, self.looping = self.prompts + 1, self.looping + loops
+        self.every.merge(decoded.stats)
+        if not loops:
+            self.stats.merge(decoded.stats)
+            self.accepted_at = [a + b for a, b in zip(self.accepted_at, decoded.accepted_at, strict=True)]
+
+    def numbers(self) -> list[int]:
+        """Everything, to be summed over ranks and buckets."""
+        return [self.prompts, self.looping, *_numbers(self.stats), *_numbers(self.every), *self.accepted_at]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> "BucketResult":
+        """From sums of :meth:`numbers`."""
+        n = [int(x) for x in numbers]
+        return cls(n[0], n[1], AcceptStats(*n[2:5]), AcceptStats(*n[5:8]), n[8:])
+
     def figures(self) -> dict[str, object]:
-        """For logs: τ with and without the bonus token, and the share of verifications that reached each depth."""
-        count = max(self.stats.verifications, 1)
+        """For logs: τ with and without the bonus token (None if every output loops), and the share of verifications that reached each depth."""
+        count = self.stats.verifications
         return {
             "prompts": self.prompts,
-            "verifications": self.stats.verifications,
-            "tau": round(self.stats.tau, 4),
-            "tau_without_bonus": round(self.stats.tau_without_bonus, 4),
-            "reached_depth": [round(n / count, 4) for n in self.accepted_at],
+            "looping": self.looping,
+            "looping_share": round(self.looping / max(self.prompts, 1), 4),
+            "verifications": count,
+            "tau": round(self.stats.tau, 4) if count else None,
+            "tau_without_bonus": round(self.stats.tau_without_bonus, 4) if count else None,
+            "tau_looping_too": round(self.every.tau, 4) if self.every.verifications else None,
+            "reached_depth": [round(n / max(count, 1), 4) for n in self.accepted_at],
         }
 
 
@@ -93,34 +123,19 @@ def evaluate(
     Returns:
         One result for each bucket that has prompts, and ``"all"``.
     """
-    names = [name for _, name in BUCKETS]
-    sums = {name: BucketResult(accepted_at=[0] * steps) for name in names}
+    sums = {name: BucketResult(accepted_at=[0] * steps) for name in BUCKET_NAMES}
     training = draft.training
     draft.eval()
     for prompt in prompts[rank::world]:
-        decoded = speculative_decode(target.model, draft, prompt, new_tokens, steps)
-        result = sums[bucket_of(len(prompt))]
-        result.prompts += 1
-        result.stats.merge(decoded.stats)
-        result.accepted_at = [a + b for a, b in zip(result.accepted_at, decoded.accepted_at, strict=True)]
+        sums[bucket_of(len(prompt))].add(speculative_decode(target.model, draft, prompt, new_tokens, steps))
     draft.train(training)
-    flat = [n for r in sums.values() for n in (r.prompts, *_numbers(r.stats), *r.accepted_at)]
-    return _with_total(names, [int(n) for n in sum_over_ranks(*flat)], steps)
+    flat = sum_over_ranks(*(n for result in sums.values() for n in result.numbers()))
+    width = len(flat) // len(sums)
+    rows = [flat[i : i + width] for i in range(0, len(flat), width)]
+    results = {name: BucketResult.of(row) for name, row in zip(sums, rows, strict=True)}
+    total = BucketResult.of([sum(column) for column in zip(*rows, strict=True)])
+    return {name: result for name, result in results.items() if result.prompts} | {TOTAL: total}
 
 
 def _numbers(stats: AcceptStats) -> tuple[int, int, int]:
     return stats.verifications, stats.drafted, stats.accepted
-
-
-def _with_total(names: list[str], flat: list[int], steps: int) -> dict[str, BucketResult]:
-    width, out = 4 + steps, {}
-    total = BucketResult(accepted_at=[0] * steps)
-    for i, name in enumerate(names):
-        prompts, verifications, drafted, accepted, *at = flat[i * width : (i + 1) * width]
-        result = BucketResult(prompts, AcceptStats(verifications, drafted, accepted), at)
-        total.prompts += prompts
-        total.stats.merge(result.stats)
-        total.accepted_at = [a + b for a, b in zip(total.accepted_at, at, strict=True)]
-        if prompts:
-            out[name] = result
-    return out | {"all": total}

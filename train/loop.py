@@ -51,6 +51,7 @@ class Run:
         self.progress.trajectory = settings.trajectory()
         tokenizer = load_tokenizer(settings.target)
         self.corpus = Corpus(settings.data.train, settings.data, tokenizer)
+        self.data = {"train": self.corpus.fingerprints()}
         self.target = load_target(settings.target, group.device)
         limit = position_limit(settings, self.target.spec.max_position)
         self.method, said = build_method(
@@ -73,7 +74,9 @@ class Run:
         s = self.settings
         if s.data.eval is None or s.evaluation.prompts == 0:
             return []
-        prompts = cut_prompts(Corpus(s.data.eval, s.data, tokenizer), s.evaluation, self.target.spec.max_position)
+        corpus = Corpus(s.data.eval, s.data, tokenizer)
+        self.data["eval"] = corpus.fingerprints()
+        prompts = cut_prompts(corpus, s.evaluation, self.target.spec.max_position)
         if not prompts:
             raise UserError(
                 "data.eval gives no prompt: its documents are shorter than evaluation.lengths, or than 16 tokens"
@@ -88,9 +91,10 @@ class Run:
             "documents": len(self.corpus),
             "draft_parameters": parameters,
             "target_hash": self.target.spec.hash,
+            "data": self.data,
         }
         if self.group.rank == 0:
-            write_run_file(self.settings, command, facts, self.progress.step)
+            self.tracker.record(write_run_file(self.settings, command, facts, self.progress.step))
         where = f"resumes from {found.name}" if found else "starts"
         self.tracker.say(
             f"run {self.settings.run.name} {where}: {len(self.corpus)} documents, {parameters:,} draft parameters, "

@@ -41,7 +41,9 @@ def origin(command: list[str]) -> dict[str, Any]:
     }
 
 
-def write_run_file(settings: TrainSettings, command: list[str], facts: dict[str, Any], resumed_step: int = 0) -> Path:
+def write_run_file(
+    settings: TrainSettings, command: list[str], facts: dict[str, Any], resumed_step: int = 0
+) -> dict[str, Any]:
     """Write ``run.yaml`` into the run's folder; its ``settings`` section is a recipe that repeats the run.
 
     A resumed run writes ``run-from-<step>.yaml`` beside it.
@@ -49,11 +51,14 @@ def write_run_file(settings: TrainSettings, command: list[str], facts: dict[str,
     Args:
         settings: as resolved.
         command: the words of the command line.
-        facts: devices, sizes and whatever else was found at start.
+        facts: devices, sizes, data fingerprints and whatever else was found at start.
         resumed_step: where the run continues; 0 for a new one.
+
+    Returns:
+        What was written, without secrets.
     """
-    record = {**origin(command), "facts": facts, "settings": redact(settings.model_dump(mode="json"))}
+    record = {**origin(command), "facts": redact(facts), "settings": redact(settings.model_dump(mode="json"))}
     settings.folder.mkdir(parents=True, exist_ok=True)
     path = settings.folder / (f"run-from-{resumed_step}.yaml" if resumed_step else "run.yaml")
     path.write_text(yaml.safe_dump(record, sort_keys=False, allow_unicode=True))
-    return path
+    return record

@@ -1,15 +1,14 @@
 """What a run reports: JSON lines always, progress on the terminal, Weights & Biases when asked."""
 
 import json
-import os
 import re
 import sys
 import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from longdraft.errors import UserError
 from longdraft.train.config import TrainSettings
+from longdraft.train.wandb_log import WandbRun, best_taus, evaluation_metrics, step_metrics
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 SECRET_KEY = re.compile(r"token(?!s|izer)|secret|password|api_?key|credential", re.IGNORECASE)
@@ -50,15 +49,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested figures as ``a/b/1`` names; lists count from 1, and None is left out."""
-    if isinstance(value, dict | list):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value, 1)
-        parts = (flat(item, f"{name}/{key}" if name else str(key)) for key, item in pairs)
-        return {key: item for part in parts for key, item in part.items()}
-    return {} if value is None else {name: value}
-
-
 class Tracker:
     """Rank 0's reports. ``tracked`` False (other ranks) makes every call a no-op."""
 
@@ -66,11 +56,27 @@ class Tracker:
         self.tracked = tracked
         if not tracked:
             return
+        self.settings, self.resumed = settings, resumed_step > 0
         self.out = out or sys.stdout
         self.metrics = JsonLines(settings.folder / METRICS, resumed_step)
         self.evaluations = JsonLines(settings.folder / EVALUATIONS, resumed_step)
         self.progress = ProgressLine(settings.schedule.max_steps, resumed_step, self.out)
-        self.wandb = _start_wandb(settings) if settings.tracking.wandb != "off" else None
+        self.wandb: WandbRun | None = None
+
+    def record(self, provenance: dict[str, Any]) -> None:
+        """What made the run, as in ``run.yaml``; W&B, when asked for, starts with it.
+
+        Raises:
+            UserError: W&B is asked for and not installed.
+        """
+        s = self.settings
+        if not self.tracked or s.tracking.wandb == "off":
+            return
+        config = {key: value for key, value in provenance.items() if key not in ("settings", "commit")}
+        config |= {**provenance["settings"], "code_commit": provenance["commit"]}
+        self.wandb = WandbRun(
+            s.folder, s.tracking.project, s.run.name, s.tracking.wandb, config, self.resumed, self.say
+        )
 
     def say(self, text: str) -> None:
         """One line for people."""
@@ -84,7 +90,7 @@ class Tracker:
             self.metrics.write(row)
             self.progress.show(row)
             if self.wandb is not None:
-                self.wandb.log(flat({"train": {k: v for k, v in row.items() if k != "step"}}), step=row["step"])
+                self.wandb.log(row["step"], step_metrics(row))
 
     def evaluation(self, row: dict[str, Any]) -> None:
         """Accept lengths of a step by bucket."""
@@ -92,19 +98,28 @@ class Tracker:
             return
         self.evaluations.write(row)
         for name, figures in row["buckets"].items():
-            depths = " ".join(f"{share:.2f}" for share in figures["reached_depth"])
-            self.say(
-                f"eval step {row['step']}  {name:>6}  tau {figures['tau']:.3f} (without bonus {figures['tau_without_bonus']:.3f})"
-                f"  reached depth {depths}  prompts {figures['prompts']}"
-            )
-            if self.wandb is not None:
-                self.wandb.log({f"eval/{name}/tau": figures["tau"]}, step=row["step"])
+            self.say(f"eval step {row['step']}  {name:>6}  {evaluation_text(figures)}")
+        if self.wandb is not None:
+            self.wandb.log(row["step"], evaluation_metrics(row))
+            self.wandb.summary(best_taus(read_rows(self.evaluations.path)))
 
     def close(self) -> None:
         if self.tracked:
             self.progress.pause()
             if self.wandb is not None:
                 self.wandb.finish()
+
+
+def evaluation_text(figures: dict[str, Any]) -> str:
+    """A bucket's figures for people."""
+    looping = f"  looping {figures['looping']}, not counted" if figures["looping"] else ""
+    if figures["tau"] is None:
+        return f"no tau: every output loops  prompts {figures['prompts']}"
+    depths = " ".join(f"{share:.2f}" for share in figures["reached_depth"])
+    return (
+        f"tau {figures['tau']:.3f} (without bonus {figures['tau_without_bonus']:.3f})"
+        f"  reached depth {depths}  prompts {figures['prompts']}{looping}"
+    )
 
 
 class ProgressLine:
@@ -148,21 +163,3 @@ def clock(seconds: float) -> str:
     minutes, s = divmod(int(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
-
-
-def _start_wandb(settings: TrainSettings) -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(
-            "tracking.wandb is on but wandb is not installed: pip install wandb, or tracking.wandb=off"
-        ) from None
-    asked = settings.tracking.wandb
-    online = asked == "online" or (asked == "auto" and bool(os.environ.get("WANDB_API_KEY")))
-    return wandb.init(
-        project=settings.tracking.project,
-        name=settings.run.name,
-        dir=str(settings.folder),
-        mode="online" if online else "offline",
-        config=redact(settings.model_dump(mode="json")),
-    )

@@ -1,5 +1,6 @@
 """Documents: loss masks by character offsets, sources, and errors that name file:line and field."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,27 @@ def test_hugging_face_folders_load(tmp_path: Path) -> None:
     assert len(Corpus(str(tmp_path / "splits"), test, tokenizer)) == 1
     with pytest.raises(UserError, match="no split 'dev'"):
         Corpus(str(tmp_path / "splits"), DataSettings(train="unused", split="dev"), tokenizer)
+
+
+def test_fingerprints_tell_the_contents_apart(tmp_path: Path) -> None:
+    """A file by its hash, a data set by the library's mark; another text changes either."""
+    import datasets
+
+    def prints(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        line = json.dumps({"text": text}) + "\n"
+        (tmp_path / "a.jsonl").write_text(line + "\n" + line)
+        datasets.Dataset.from_list([{"text": text}]).save_to_disk(str(tmp_path / "set"))
+        names = [str(tmp_path / "a.jsonl"), str(tmp_path / "set")]
+        one, two = Corpus(names, SETTINGS, byte_tokenizer()).fingerprints()
+        data = (tmp_path / "a.jsonl").read_bytes()
+        digest = hashlib.sha256(data).hexdigest()
+        assert one == {"source": names[0], "documents": 2, "bytes": len(data), "sha256": digest}
+        assert (two["source"], two["documents"]) == (f"{names[1]}[train]", 1)
+        return one, two
+
+    first, again, other = prints("one"), prints("one"), prints("two")
+    assert first[0] == again[0] != other[0]
+    assert first[1]["fingerprint"] and first[1]["fingerprint"] != other[1]["fingerprint"]
 
 
 def test_an_unknown_data_set_is_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

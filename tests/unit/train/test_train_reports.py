@@ -5,13 +5,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tiny import tiny_draft, tiny_target
 
-from longdraft.draft_models.reference_decode import speculative_decode
+from longdraft.draft_models.acceptance import AcceptStats
+from longdraft.draft_models.reference_decode import Decoded, speculative_decode
+from longdraft.draft_models.repetition import repeated_share
+from longdraft.train import evaluation
+from longdraft.train.buckets import bucket_of
 from longdraft.train.config import EvaluationSettings
 from longdraft.train.documents import Document
-from longdraft.train.evaluation import bucket_of, cut_prompts, evaluate
-from longdraft.train.tracking import JsonLines, ProgressLine, clock, read_rows, redact
+from longdraft.train.evaluation import BucketResult, cut_prompts, evaluate
+from longdraft.train.tracking import JsonLines, ProgressLine, clock, evaluation_text, read_rows, redact
 
 
 def test_secrets_are_redacted_by_name_and_by_shape() -> None:
@@ -107,3 +112,40 @@ def test_evaluation_sums_the_reference_decoder_by_bucket_over_ranks() -> None:
     both = evaluate(target, draft, [], 10, 2, lambda *v: [a + b for a, b in zip(*parts, strict=True)])
     assert {name: r.figures() for name, r in both.items()} == {name: r.figures() for name, r in results.items()}
     json.dumps(results["all"].figures())
+
+
+def test_looping_outputs_are_counted_and_left_out_of_the_accept_length() -> None:
+    result = BucketResult(accepted_at=[0, 0])
+    result.add(Decoded(list(range(20)), AcceptStats(10, 20, 5), [4, 1]))
+    result.add(Decoded([1, 2, 3, 4] * 5, AcceptStats(6, 12, 12), [6, 6]))
+    assert result.figures() == {
+        "prompts": 2, "looping": 1, "looping_share": 0.5, "verifications": 10, "tau": 1.5, "tau_without_bonus": 0.5,
+        "tau_looping_too": round(1 + 17 / 16, 4), "reached_depth": [0.4, 0.1],
+    }  # fmt: skip
+    assert BucketResult.of(result.numbers()) == result
+    assert "looping 1, not counted" in evaluation_text(result.figures())
+
+
+def test_a_bucket_of_loops_has_no_accept_length() -> None:
+    result = BucketResult(accepted_at=[0])
+    result.add(Decoded([7] * 30, AcceptStats(10, 10, 9), [9]))
+    figures = result.figures()
+    assert figures["tau"] is None and figures["tau_without_bonus"] is None
+    assert figures["tau_looping_too"] == 1.9
+    assert "every output loops" in evaluation_text(figures)
+
+
+def test_evaluation_tells_looping_outputs_by_the_tokens_they_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("llama")
+    draft = tiny_draft(target, window=16)
+    prompts = [[i] * 20 for i in range(6)]
+    decoded = [speculative_decode(target.model, draft, prompt, 60, 2) for prompt in prompts]
+    shares = sorted(repeated_share(d.tokens) for d in decoded)
+    between = (shares[0] + shares[-1]) / 2
+    kept = [d for d in decoded if repeated_share(d.tokens) <= between]
+    assert 0 < len(kept) < 6
+    monkeypatch.setattr(evaluation, "ALLOWED", between)
+    total = evaluate(target, draft, prompts, 60, 2)["all"]
+    assert (total.prompts, total.looping) == (6, 6 - len(kept))
+    assert total.stats.accepted == sum(d.stats.accepted for d in kept)
+    assert total.every.accepted == sum(d.stats.accepted for d in decoded)

@@ -292,13 +292,6 @@ def test_a_run_records_its_command_versions_settings_and_evaluations(
     assert main(["--config", str(recipe.parent / "again.yaml"), "--plan"]) == 0
 
 
-def test_wandb_offline_gets_the_metrics(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    run = train(recipe, "r", "tracking.wandb=auto", "schedule.max_steps=2")
-    assert list((run / "wandb").glob("offline-run-*/*.wandb"))
-
-
 def test_weights_that_are_not_finite_are_never_saved(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
