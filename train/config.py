@@ -56,6 +56,11 @@ class DataSettings(Settings):
     subset: str | None = Field(None, description="configuration name of a Hugging Face data set")
     text_field: str = "text"
     conversation_field: str = "conversations"
+    template: str = Field(
+        "auto",
+        pattern=r"^(auto|specforge:[\w.-]+)$",
+        description="auto: the target's own chat template; specforge:NAME: SpecForge's template of that name",
+    )
     max_length: int = Field(2048, ge=2, description="tokens of a document after truncation")
     min_length: int = Field(8, ge=2, description="tokens below which a document is skipped")
     truncation: Literal["middle", "left", "right", "crop"] = Field(

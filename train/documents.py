@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from longdraft.errors import UserError
 from longdraft.train.config import DataSettings, as_list
+from longdraft.train.specforge_seam.templates import template_renderer
 
 TOKENS, FROM, MASK = "input_ids", "supervised_from", "loss_mask"
 ROLES = {
@@ -232,12 +233,17 @@ def conversation(row: Mapping[str, Any], where: str, settings: DataSettings) -> 
 
 
 class Renderer:
-    """Turns a record into a :class:`Document` with the target's own tokenizer and chat template."""
+    """Turns a record into a :class:`Document` with the target's own tokenizer and its chat template, or a named one.
+
+    Raises:
+        UserError: ``data.template`` names one that does not exist.
+    """
 
     def __init__(self, tokenizer: Any, settings: DataSettings, vocab_size: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.settings = settings
         self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size
+        self._named = None if settings.template == "auto" else template_renderer(settings.template, tokenizer)
 
     def question(self, row: Mapping[str, Any], where: str) -> list[int] | None:
         """Token ids of a conversation up to where its last answer begins, the template's prompt for it included.
@@ -273,6 +279,9 @@ class Renderer:
             ids = self.tokenizer(row[self.settings.text_field], verbose=False).input_ids
             return Document(ids, [True] * len(ids), where)
         messages = conversation(row, where, self.settings)
+        if self._named is not None:
+            ids, supervised = self._named(messages, where)
+            return Document(ids, supervised, where)
         text = self._template(messages, where)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         spans = self.answer_spans(messages, text, where)

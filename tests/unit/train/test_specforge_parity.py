@@ -3,8 +3,6 @@
 Legend: B samples, S tokens, E hidden size, V target vocabulary, N draft vocabulary, K steps of the training-time test.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from specforge_harness import SpecForgeStep, specforge_step
@@ -68,7 +66,6 @@ def random_batch(seed: int = 1) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> SpecForgeStep:
-    pytest.importorskip("specforge")
     return specforge_step(tmp_path_factory.mktemp("specforge"), CONFIG, random_weights(), random_batch(), K)
 
 

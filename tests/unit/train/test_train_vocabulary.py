@@ -20,7 +20,8 @@ TEXTS = [
 
 def specforge_map(documents: list[Document], size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What the installed package makes of documents: its way of counting them, then its own function."""
-    preprocessing = pytest.importorskip("specforge.data.preprocessing")
+    from specforge.data import preprocessing
+
     counter: Counter[int] = Counter()
     for document in documents:
         kept = torch.tensor(document.ids)[torch.tensor(document.supervised)]
