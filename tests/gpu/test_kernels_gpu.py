@@ -17,6 +17,7 @@ from longdraft.kernels.packed_attention import flash_varlen, lagged_attention, p
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import choose_backend, torch_prefix_attention
 from longdraft.kernels.tree_attention import ancestor_mask
+from longdraft.kernels.view_attention import View, view_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 fa3 = pytest.mark.skipif(not fa3_available(), reason="needs a Hopper card and SGLang's FlashAttention-3")
@@ -267,3 +268,33 @@ def test_the_chunked_loss_equals_the_plain_one() -> None:
     torch.testing.assert_close(loss.double(), want.detach(), rtol=1e-3, atol=0.0)
     torch.testing.assert_close(hidden.grad.double(), plain.grad, rtol=2e-2, atol=1e-2)
     assert abs(int(correct) - int((logits.argmax(-1) == label).sum())) <= 2
+
+
+@pytest.mark.parametrize("window", [128, 992], ids=["blocks", "recent"])
+def test_a_view_in_bfloat16_is_near_the_exact_one_forward_and_backward(window: int) -> None:
+    """The chunked path at served shapes, against float64 on the CPU."""
+    g = torch.Generator().manual_seed(0)
+    exact = [torch.randn(2500, n, 64, dtype=torch.float64, generator=g).requires_grad_() for n in (8, 2, 2)]
+    half = [x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in exact]
+    views, cu = [View(1024, 32, window, 16, seed=1), None], [0, 2100, 2500]
+    want, got = (view_attention(*case, cu, 2, views) for case in (exact, half))
+    assert float((got.cpu() - want).norm() / want.norm()) < 0.01
+    grad = torch.randn(want.shape, dtype=torch.float64, generator=g)
+    want.backward(grad)
+    got.backward(grad.to("cuda", torch.bfloat16))
+    for a, b in zip(exact, half, strict=True):
+        assert a.grad is not None and b.grad is not None
+        assert float((b.grad.cpu() - a.grad).norm() / a.grad.norm()) < 0.02
+
+
+def test_the_memory_of_a_view_is_linear_in_the_length() -> None:
+    """Forward and backward at 8K and 32K tokens with the widest budget that is served."""
+    peaks = []
+    for length in (8192, 32768):
+        q, k, v = (torch.randn(length, n, 128, device="cuda", dtype=torch.bfloat16) for n in (32, 8, 8))
+        q.requires_grad_()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        view_attention(q, k, v, [0, length], 1, [View(4096, 32, 128, 16)]).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] < 5 * peaks[0]
