@@ -40,6 +40,9 @@ class TrainingFacts(BaseModel):
     max_position: int = Field(0, description="largest trained position plus one, offsets included")
     anchors: int = Field(0, description="leading positions that Anchor-Offset Indices leave in place")
     max_lag: int = Field(0, description="largest Flash Noisy Training lag; the deepest served step")
+    views: list[int] = Field(
+        [], description="budgets of the cache views that it was trained to read; empty: whole caches only"
+    )
 
 
 class LongSpecConfig:

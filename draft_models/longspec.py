@@ -4,7 +4,7 @@ The one definition that training and serving share (LongSpec, section 3; GliDe's
 Legend: T tokens, E hidden size, H query heads, K key/value heads, D head size, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -15,7 +15,8 @@ from longdraft.draft_models.config import LongSpecConfig
 from longdraft.draft_models.rope import Rotary
 from longdraft.errors import UserError
 from longdraft.kernels.linear_cross_entropy import IGNORED
-from longdraft.kernels.packed_attention import lagged_attention, packed_causal_attention
+from longdraft.kernels.packed_attention import packed_causal_attention
+from longdraft.kernels.view_attention import View, view_attention
 
 SelfAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q_THD, k_TKD, v_TKD -> out_THD
 CrossAttend = Callable[[torch.Tensor], torch.Tensor]  # q_THD -> out_THD
@@ -183,6 +184,7 @@ class LongSpecDraft(nn.Module):
         target_v_TKD: torch.Tensor,
         cu: list[int],
         lag: int,
+        views: Sequence[View | None] = (),
     ) -> torch.Tensor:
         """Training forward over packed documents with one Flash Noisy lag (LongSpec, section 3.2).
 
@@ -191,16 +193,18 @@ class LongSpecDraft(nn.Module):
             target_k_TKD, target_v_TKD: the target's last-layer cache of the same tokens; detached here.
             cu: document offsets from 0 to T.
             lag: query t of a document sees the target's keys 0 .. t - lag.
+            views: what it reads of them, one a document; None, or an empty sequence, is all.
 
         Returns:
             ``[T, E]`` hidden rows before the head.
         """
+        views = views or [None] * (len(cu) - 1)
         keys, values = target_k_TKD.detach(), target_v_TKD.detach()
         return self(
             id_T,
             position_T,
             lambda q, k, v: packed_causal_attention(q, k, v, cu, self.config.settings.window),
-            lambda q: lagged_attention(q, keys.to(q.dtype), values.to(q.dtype), cu, lag),
+            lambda q: view_attention(q, keys.to(q.dtype), values.to(q.dtype), cu, lag, views),
         )
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,10 @@ from transformers import DynamicCache
 
 from longdraft.draft_models.acceptance import AcceptStats, accepted_drafts
 from longdraft.draft_models.chain import propose_chain
+from longdraft.draft_models.draft_view import ViewReader
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.window_state import WindowState
-from longdraft.kernels.dense_attention import dense_attention
+from longdraft.kernels.view_attention import View
 
 
 @dataclass
@@ -48,7 +49,9 @@ def greedy_decode(target: Any, ids: Sequence[int], new_tokens: int) -> list[int]
 
 
 @torch.no_grad()
-def speculative_decode(target: Any, draft: LongSpecDraft, ids: Sequence[int], new_tokens: int, steps: int) -> Decoded:
+def speculative_decode(
+    target: Any, draft: LongSpecDraft, ids: Sequence[int], new_tokens: int, steps: int, view: View | None = None
+) -> Decoded:
     """Greedy speculative decoding with a chain; the tokens are the target's own, whatever the draft.
 
     Args:
@@ -57,6 +60,7 @@ def speculative_decode(target: Any, draft: LongSpecDraft, ids: Sequence[int], ne
         ids: the prompt.
         new_tokens: how many to return.
         steps: drafted tokens a verification.
+        view: what the draft reads of the target's cache; None is all of it.
     """
     device = target.device
     cache, logits = prefill(target, ids)
@@ -64,7 +68,7 @@ def speculative_decode(target: Any, draft: LongSpecDraft, ids: Sequence[int], ne
     state.rebuild(0, list(ids), len(ids))
     row = torch.zeros(1, dtype=torch.long, device=device)
     out, stats, accepted_at = [int(logits.argmax())], AcceptStats(), [0] * steps
-    scale = draft.config.target.head_dim**-0.5
+    reader = ViewReader(view, draft.config.target.head_dim**-0.5)
     while len(out) < new_tokens:
         length = cache.get_seq_length()
         last = cache.layers[-1]
@@ -72,15 +76,12 @@ def speculative_decode(target: Any, draft: LongSpecDraft, ids: Sequence[int], ne
         keys, values = (x[0].transpose(0, 1).to(draft.self_attn.q_proj.weight.dtype) for x in (last.keys, last.values))
         root = torch.tensor([out[-1]], device=device)
         at = torch.tensor([length], device=device)
-
-        def cross_attend(q: torch.Tensor, k: torch.Tensor = keys, v: torch.Tensor = values) -> torch.Tensor:
-            return dense_attention(q, k, v, scale)[0]
-
-        drafted = propose_chain(state, row, root, at, steps, cross_attend)
+        drafted = propose_chain(state, row, root, at, steps, reader.begin(keys, values))
         verify = torch.cat([root, drafted[0]])[None]
         choice = target(verify, past_key_values=cache).logits[0].argmax(-1)
         kept = int(accepted_drafts(drafted, choice[None], torch.tensor([steps], device=device))[0])
         stats.add(steps, kept)
+        reader.committed(kept)
         for depth in range(kept):
             accepted_at[depth] += 1
         cache.crop(length + kept + 1)

@@ -72,10 +72,37 @@ class DataSettings(Settings):
 
 class PositionSettings(Settings):
     anchors: int = Field(4, ge=0, description="leading positions that stay in place (Anchor-Offset Indices)")
+    random_anchors: bool = Field(
+        False, description="each document draws how many stay, 0 to anchors, as LongSpec's released code does"
+    )
     offset_share: float = Field(1.0, ge=0, le=1, description="share of the documents that get an offset; 0 is off")
     max_position: int | None = Field(
         None, ge=1, description="positions an offset may reach; None: the target's own limit"
     )
+
+
+class ViewSettings(Settings):
+    share: float = Field(
+        0.0, ge=0, le=1, description="share of the documents whose rows read a part of the cache; 0 is off"
+    )
+    budgets: list[int] = Field(
+        [512, 1024, 2048, 4096], min_length=1, description="keys that a row reads at most; a document draws one"
+    )
+    sinks: int = Field(32, ge=0, description="leading keys in every view")
+    window: int = Field(128, ge=1, description="most recent keys in every view; random blocks take the rest")
+    block: int = Field(16, ge=1, description="keys of a random block")
+    recent: float = Field(
+        0.5, ge=0, le=1, description="share of the views without random blocks: sinks and the most recent, as served"
+    )
+
+    @model_validator(mode="after")
+    def _room(self) -> "ViewSettings":
+        need = self.sinks + self.window + self.block
+        if min(self.budgets) < need:
+            raise ValueError(
+                f"views.budgets={self.budgets}: sinks, window and a block take {need}, give budgets of that or more"
+            )
+        return self
 
 
 class ObjectiveSettings(Settings):
@@ -138,6 +165,11 @@ class EvaluationSettings(Settings):
         256, ge=2, description="greedy tokens that follow a prompt; what loops among them is left out of τ"
     )
     steps: int | None = Field(None, ge=1, description="drafted tokens a verification; None: lag.max")
+    context: int | None = Field(None, ge=1, description="cached tokens that the draft reads at most; None: all of them")
+    view: Literal["recent", "mass"] = Field(
+        "recent",
+        description="which: views.sinks and the most recent; or also the blocks that the last token attends to most",
+    )
 
 
 class EngineSettings(Settings):
@@ -161,6 +193,7 @@ class TrainSettings(Settings):
     draft: DraftSettings = DraftSettings()
     data: DataSettings
     positions: PositionSettings = PositionSettings()
+    views: ViewSettings = ViewSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     lag: LagSettings = LagSettings()
     optim: OptimSettings = OptimSettings()
@@ -172,10 +205,16 @@ class TrainSettings(Settings):
     @model_validator(mode="after")
     def _fits(self) -> "TrainSettings":
         # FlashAttention in transformers finds packed documents by the positions that are 0: one must be.
-        if "flash" in self.target.attn and self.positions.offset_share > 0 and self.positions.anchors == 0:
+        p = self.positions
+        if "flash" in self.target.attn and p.offset_share > 0 and (p.anchors == 0 or p.random_anchors):
             raise ValueError(
-                f"target.attn={self.target.attn} with offsets needs positions.anchors of 1 or more, or use sdpa"
+                f"target.attn={self.target.attn} with offsets needs positions.anchors of 1 or more in every document "
+                "(random_anchors draws 0 too), or use sdpa"
             )
+        v, e = self.views, self.evaluation
+        least = v.sinks + (v.window + v.block if e.view == "mass" else 1)
+        if e.context is not None and e.context < least:
+            raise ValueError(f"evaluation.context={e.context} has no room for a {e.view} view: give {least} or more")
         return self
 
     @property
@@ -189,7 +228,7 @@ class TrainSettings(Settings):
 
     def trajectory(self) -> dict[str, Any]:
         """Dotted settings that decide the weights; a resumed run must not change them."""
-        sections = ("target", "draft", "data", "positions", "objective", "lag", "optim")
+        sections = ("target", "draft", "data", "positions", "views", "objective", "lag", "optim")
         flat = {f"{s}.{k}": v for s in sections for k, v in getattr(self, s).model_dump(mode="json").items()}
         for key in ("target.max_batch_tokens", "target.trust_remote_code", "data.eval"):
             del flat[key]

@@ -92,7 +92,10 @@ def plan_text(settings: TrainSettings, world: int) -> str:
     a_step = s.micro_batch * s.accumulate * world
     documents = "samples packed to" if settings.data.packing else "documents of up to"
     share = f"offsets in {settings.positions.offset_share:.0%} of the documents up to position {limit}"
-    offsets = f"{settings.positions.anchors} anchors, {share}" if settings.positions.offset_share else "plain"
+    anchors = f"{'0..' if settings.positions.random_anchors else ''}{settings.positions.anchors} anchors"
+    offsets = f"{anchors}, {share}" if settings.positions.offset_share else "plain"
+    views = settings.views
+    budgets = f"{', '.join(map(str, views.budgets))} keys in {views.share:.0%} of the documents"
     memory = estimate_memory(spec, parameters, settings, device)
     lines = {
         "run": f"{settings.run.name} in {settings.folder} ({_state(settings)})",
@@ -103,6 +106,7 @@ def plan_text(settings: TrainSettings, world: int) -> str:
         ),
         "data": f"{', '.join(as_list(settings.data.train))}; truncation {settings.data.truncation}",
         "positions": offsets,
+        "views": f"{budgets}, {views.recent:.0%} of them without random blocks" if views.share else "none",
         "step": (
             f"{a_step} {documents} {settings.data.max_length} tokens = at most {a_step * settings.data.max_length:,} "
             f"tokens ({s.micro_batch} micro-batch x {s.accumulate} accumulate x {world} ranks)"

@@ -10,6 +10,7 @@ from longdraft.draft_models.acceptance import AcceptStats
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.reference_decode import Decoded, speculative_decode
 from longdraft.draft_models.repetition import ALLOWED, repeated_share
+from longdraft.kernels.view_attention import View
 from longdraft.train.buckets import BUCKET_NAMES, TOTAL, bucket_of
 from longdraft.train.config import EvaluationSettings
 from longdraft.train.documents import Corpus, Document
@@ -109,6 +110,7 @@ def evaluate(
     sum_over_ranks: Callable[..., list[float]] = lambda *values: list(values),
     rank: int = 0,
     world: int = 1,
+    view: View | None = None,
 ) -> dict[str, BucketResult]:
     """Decode the prompts speculatively, each rank its share, and sum by bucket.
 
@@ -119,6 +121,7 @@ def evaluate(
         steps: K.
         sum_over_ranks: adds numbers over ranks.
         rank, world: this process and how many there are.
+        view: what the draft reads of the target's cache; None is all of it.
 
     Returns:
         One result for each bucket that has prompts, and ``"all"``.
@@ -127,7 +130,7 @@ def evaluate(
     training = draft.training
     draft.eval()
     for prompt in prompts[rank::world]:
-        sums[bucket_of(len(prompt))].add(speculative_decode(target.model, draft, prompt, new_tokens, steps))
+        sums[bucket_of(len(prompt))].add(speculative_decode(target.model, draft, prompt, new_tokens, steps, view))
     draft.train(training)
     flat = sum_over_ranks(*(n for result in sums.values() for n in result.numbers()))
     width = len(flat) // len(sums)

@@ -25,6 +25,7 @@ from longdraft.train.provenance import write_run_file
 from longdraft.train.samples import Packed, SampleStream, resumed_cursor
 from longdraft.train.target import load_target, load_tokenizer
 from longdraft.train.tracking import Tracker
+from longdraft.train.views import served_view
 
 Window = Future[tuple[list[Packed], int]]
 
@@ -224,9 +225,11 @@ class Run:
             g.totals,
             g.rank,
             g.world,
+            served_view(s),
         )
         buckets = {name: result.figures() for name, result in results.items()}
-        self.tracker.evaluation({"step": self.progress.step, "draft_steps": s.eval_steps, "buckets": buckets})
+        read = {"context": s.evaluation.context, "view": s.evaluation.view} if s.evaluation.context else {}
+        self.tracker.evaluation({"step": self.progress.step, "draft_steps": s.eval_steps, **read, "buckets": buckets})
 
 
 def position_limit(settings: TrainSettings, target_limit: int) -> int:

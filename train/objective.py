@@ -85,7 +85,8 @@ def longspec_loss(
     """
     teaches = settings.name != "ce"
     seen = target.capture(batch.id_T, batch.position_T, batch.cu, hidden=teaches)
-    hidden_TE = draft.forward_packed(batch.id_T, batch.position_T, seen.k_TKD, seen.v_TKD, batch.cu, lag)
+    cache = seen.k_TKD, seen.v_TKD
+    hidden_TE = draft.forward_packed(batch.id_T, batch.position_T, *cache, batch.cu, lag, batch.views)
     head_NE = draft.drafting_head_NE.to(hidden_TE.dtype)
     if not teaches:
         return SummedLoss(*linear_cross_entropy(hidden_TE, head_NE, draft.ranked_label(batch.label_T), settings.chunk))

@@ -3,15 +3,18 @@
 Legend: L tokens of a document, T packed tokens of a sample or a micro-batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
 from longdraft.errors import UserError
 from longdraft.kernels.linear_cross_entropy import IGNORED
+from longdraft.kernels.view_attention import View
 from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Corpus, Document
 from longdraft.train.positions import anchor_offset_positions, draw, seeded
+from longdraft.train.views import draw_view
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,8 @@ class Packed:
     """A micro-batch: documents one behind the other.
 
     ``id_T``, ``position_T`` and ``label_T`` are int64; a label is the next token of the same document, or -100. Document i
-    is tokens ``cu[i] .. cu[i + 1]`` (``positions`` may jump inside it, so they say nothing of boundaries).
+    is tokens ``cu[i] .. cu[i + 1]`` (``positions`` may jump inside it, so they say nothing of boundaries). ``views`` is one
+    a document, None for one that is read whole; empty means that all are.
     """
 
     id_T: torch.Tensor
@@ -27,6 +31,7 @@ class Packed:
     label_T: torch.Tensor
     cu: list[int]
     names: list[str]
+    views: list[View | None] = field(default_factory=list)
 
     @property
     def supervised(self) -> int:
@@ -36,7 +41,15 @@ class Packed:
         def move(x: torch.Tensor) -> torch.Tensor:
             return x.to(device, non_blocking=True)
 
-        return Packed(move(self.id_T), move(self.position_T), move(self.label_T), self.cu, self.names)
+        return Packed(move(self.id_T), move(self.position_T), move(self.label_T), self.cu, self.names, self.views)
+
+
+class Drawn(NamedTuple):
+    """A document as one epoch shows it: cut, at positions (int64 ``[L]``), under a view."""
+
+    document: Document
+    position_L: torch.Tensor
+    view: View | None
 
 
 def truncate(document: Document, limit: int, how: str, *key: int | str) -> Document:
@@ -119,28 +132,29 @@ class SampleStream:
         schedule = self.settings.schedule
         micros = []
         for _ in range(schedule.accumulate):
-            documents: list[tuple[Document, torch.Tensor]] = []
+            drawn: list[Drawn] = []
             for _ in range(schedule.micro_batch):
                 sample, cursor = self._sample(cursor)
-                documents += sample
+                drawn += sample
             all_rows = self.settings.objective.rows == "all"
-            micros.append(pack([d for d, _ in documents], [p for _, p in documents], all_rows))
+            packed = pack([d.document for d in drawn], [d.position_L for d in drawn], all_rows)
+            micros.append(replace(packed, views=[d.view for d in drawn]))
         return micros, cursor
 
-    def _sample(self, cursor: int) -> tuple[list[tuple[Document, torch.Tensor]], int]:
+    def _sample(self, cursor: int) -> tuple[list[Drawn], int]:
         first, cursor = self._next(cursor)
-        sample, room = [first], self.settings.data.max_length - len(first[0].ids)
+        sample, room = [first], self.settings.data.max_length - len(first.document.ids)
         if self.settings.data.packing:
             while True:
                 more, after = self._next(cursor)
-                if len(more[0].ids) > room:
+                if len(more.document.ids) > room:
                     break  # it opens the next sample: the cursor stays before it
                 sample.append(more)
-                room, cursor = room - len(more[0].ids), after
+                room, cursor = room - len(more.document.ids), after
         return sample, cursor
 
-    def _next(self, cursor: int) -> tuple[tuple[Document, torch.Tensor], int]:
-        """The first usable document at or behind the cursor with its positions, and the cursor behind it."""
+    def _next(self, cursor: int) -> tuple[Drawn, int]:
+        """The first usable document at or behind the cursor, and the cursor behind it."""
         data, objective = self.settings.data, self.settings.objective
         for tried in range(len(self.corpus) + 1):
             epoch, at = divmod((cursor + tried) * self.world + self.rank, len(self.corpus))
@@ -148,7 +162,8 @@ class SampleStream:
             key = (self.settings.run.seed, epoch, index)
             document = truncate(self.corpus[index], data.max_length, data.truncation, *key)
             if len(document.ids) >= data.min_length and (objective.rows == "all" or any(document.supervised[1:])):
-                return (document, self.positions(len(document.ids), *key)), cursor + tried + 1
+                position_L = self.positions(len(document.ids), *key)
+                return Drawn(document, position_L, draw_view(self.settings.views, *key)), cursor + tried + 1
         raise UserError(
             f"data.train has no document of data.min_length={data.min_length} tokens or more with anything to predict: "
             "lower it, or check the conversations' roles"
@@ -159,7 +174,8 @@ class SampleStream:
         p = self.settings.positions
         share = float(torch.rand((), generator=seeded("share", *key)))
         limit = self.max_position if share < p.offset_share else 0
-        return anchor_offset_positions(length, p.anchors, limit, *key)
+        anchors = draw(0, p.anchors, "anchors", *key) if p.random_anchors else p.anchors
+        return anchor_offset_positions(length, anchors, limit, *key)
 
     def _permutation(self, epoch: int) -> list[int]:
         if self._order is None or self._order[0] != epoch:

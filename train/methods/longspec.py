@@ -38,4 +38,6 @@ class LongSpecMethod(Method):
         return {"lag": self.lag(step)}
 
     def facts(self, facts: TrainingFacts) -> TrainingFacts:
-        return facts.model_copy(update={"anchors": self.settings.positions.anchors, "max_lag": self.settings.lag.max})
+        s = self.settings
+        own = {"anchors": s.positions.anchors, "max_lag": s.lag.max, "views": s.views.budgets if s.views.share else []}
+        return facts.model_copy(update=own)

@@ -85,6 +85,36 @@ def test_a_resumed_run_ends_with_the_same_bits(recipe: Path, packing: str, optim
     assert len(set(lags)) > 1
 
 
+def test_runs_with_views_resume_bit_for_bit_and_without_noise_have_lag_1(recipe: Path) -> None:
+    """Every ablation of the curriculum is a setting: views, random anchors, Flash Noisy lags off."""
+    views = ("views.share=0.5", "views.budgets=[12,24]", "views.sinks=2", "views.window=4", "views.block=3")
+    extra = (*views, "positions.random_anchors=true", "lag.max=1")
+    whole = train(recipe, "whole", *extra)
+    train(recipe, "parts", *extra, "schedule.max_steps=3")
+    parts = train(recipe, "parts", *extra)
+    want, got = final_state(whole), final_state(parts)
+    assert all(torch.equal(want[key], got[key]) for key in want)
+    assert [row["lag"] for row in rows(whole)] == [1] * 6
+    config = json.loads((whole / "checkpoints/latest/draft/config.json").read_text())
+    assert config["longdraft"]["training"]["views"] == [12, 24]
+    plain = train(recipe, "plain", "positions.random_anchors=true", "lag.max=1")
+    assert [row["loss"] for row in rows(plain)] != [row["loss"] for row in rows(whole)]
+
+
+def test_a_finished_run_is_evaluated_again_under_another_view(recipe: Path) -> None:
+    """The same command with other evaluation settings: no step is trained, the log says what the draft read."""
+    extra = ("evaluation.prompts=2", "evaluation.new_tokens=8", "views.sinks=4", "views.window=8", "views.block=4")
+    run = train(recipe, "r", *extra)
+    for view in ("recent", "mass"):
+        train(recipe, "r", *extra, "evaluation.context=16", f"evaluation.view={view}")
+    seen = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert [(row["step"], row.get("context"), row.get("view")) for row in seen] == [
+        (6, None, None),
+        (6, 16, "recent"),
+        (6, 16, "mass"),
+    ]
+
+
 def test_a_16_bit_draft_keeps_float32_masters_and_resumes_too(recipe: Path) -> None:
     """A learning rate below bfloat16's step moves the masters; the exported draft is 16 bit."""
     half = ("engine.dtype=bfloat16", "target.dtype=bfloat16", "optim.lr=1e-6", "optim.weight_decay=0")
@@ -109,7 +139,8 @@ def test_training_lowers_the_loss_and_the_draft_folder_loads(recipe: Path) -> No
     assert all(torch.equal(p, final_state(run)[f"master.{name}"]) for name, p in draft.named_parameters())
     facts = json.loads((run / "checkpoints/latest/draft/config.json").read_text())["longdraft"]["training"]
     assert facts == {
-        "steps": 40, "tokens": rows(run)[-1]["tokens"], "max_length": 200, "max_position": 200, "anchors": 4, "max_lag": 1
+        "steps": 40, "tokens": rows(run)[-1]["tokens"], "max_length": 200, "max_position": 200, "anchors": 4, "max_lag": 1,
+        "views": [],
     }  # fmt: skip
 
 

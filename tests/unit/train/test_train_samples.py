@@ -174,3 +174,29 @@ def test_unusable_documents_are_skipped_and_a_corpus_of_them_is_an_error() -> No
 def test_cursors_after_a_change_of_ranks_skip_nothing_twice() -> None:
     assert [resumed_cursor([5, 4], rank, 2) for rank in range(2)] == [5, 4]
     assert [resumed_cursor([5, 4], rank, 3) for rank in range(3)] == [3, 3, 3]
+
+
+def test_anchors_are_drawn_for_each_document_where_asked() -> None:
+    """0 to the setting, as the position where the offset begins shows."""
+    one = stream([9], positions={"random_anchors": True, "anchors": 4})
+    starts = Counter()
+    for index in range(300):
+        position = one.positions(9, 0, 0, index)
+        assert torch.equal(position, one.positions(9, 0, 0, index))
+        jumps = (position.diff(prepend=torch.tensor([-1])) > 1).nonzero().flatten().tolist()
+        assert len(jumps) <= 1
+        starts.update(jumps)
+    assert set(starts) == {0, 1, 2, 3, 4}
+    assert min(starts.values()) > 30
+    fixed = stream([9])
+    assert all(int(fixed.positions(9, 0, 0, index)[3]) == 3 for index in range(50))
+
+
+def test_a_target_that_finds_documents_by_position_0_must_have_one() -> None:
+    """FlashAttention in transformers; a drawn number of anchors may be 0."""
+    flash = {"path": "unused", "attn": "flash_attention_2"}
+    for positions in ({"anchors": 0}, {"random_anchors": True}):
+        with pytest.raises(UserError, match="anchors of 1 or more in every document"):
+            settings(target=flash, positions=positions)
+        settings(target=flash, positions={**positions, "offset_share": 0.0})
+    settings(target=flash)
