@@ -28,7 +28,18 @@ from longdraft.bench.demo_text import (
 )
 
 TRANSLATIONS = ("asv", "kjv", "web")
-PACKAGES = ("torch", "transformers", "sglang", "sympy", "networkx", "scipy", "numpy", "matplotlib", "datasets", "aiohttp")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "sglang",
+    "sympy",
+    "networkx",
+    "scipy",
+    "numpy",
+    "matplotlib",
+    "datasets",
+    "aiohttp",
+)
 HELD_OUT_CODE = ("statistics.py", "tarfile.py", "turtle.py", "typing.py", "doctest.py", "pickle.py")
 HELD_OUT_EACH = 6  # longest documents of every JSONL file
 EXCERPTS = ((200, 1200, 0.5), (1200, 5000, 0.26), (5000, 12000, 0.12), (12000, 26000, 0.12))  # characters, share

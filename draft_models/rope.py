@@ -43,8 +43,9 @@ class Rotary(torch.nn.Module):
         self.register_buffer("inverse", inverse, persistent=False)
 
     def forward(self, x_THD: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor:
-        """``x`` rotated, same shape and dtype; ``position_T`` are integers."""
+        """``x`` rotated, same shape and dtype (float64 stays that throughout); ``position_T`` are integers."""
         angle = position_T.to(torch.float32)[:, None, None] * self.inverse.to(torch.float32)
         cos, sin = angle.cos() * self.factor, angle.sin() * self.factor
-        a, b = x_THD.to(torch.float32).chunk(2, -1)
+        work = torch.float64 if x_THD.dtype == torch.float64 else torch.float32
+        a, b = x_THD.to(work).chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_THD.dtype)
