@@ -66,8 +66,20 @@ class DataSettings(Settings):
     truncation: Literal["middle", "left", "right", "crop"] = Field(
         "middle", description="what a longer document loses; crop keeps a seeded random stretch"
     )
+    source: Literal["online", "features"] = Field(
+        "online", description="features: what `longdraft capture` stored, instead of a pass of the target"
+    )
+    features: str | None = Field(None, description="folder that `longdraft capture` wrote")
     packing: bool = Field(False, description="fill each sample up to max_length with whole documents")
     shuffle: bool = True
+
+    @model_validator(mode="after")
+    def _has_features(self) -> "DataSettings":
+        if (self.source == "features") != (self.features is not None):
+            raise ValueError(
+                f"source={self.source} with features={self.features!r}: set both, to features and to a folder, or neither"
+            )
+        return self
 
 
 class PositionSettings(Settings):
@@ -103,6 +115,21 @@ class ViewSettings(Settings):
                 f"views.budgets={self.budgets}: sinks, window and a block take {need}, give budgets of that or more"
             )
         return self
+
+
+class FeatureSettings(Settings):
+    store: list[Literal["kv", "hidden", "aux"]] | None = Field(
+        None,
+        min_length=1,
+        description="what a capture stores: the last layer's keys and values, the rows that feed the head, the outputs of "
+        "three layers; None: what the recipe's draft reads",
+    )
+    aux_layers: tuple[int, int, int] | None = Field(None, description="layers of aux, from 0; None: EAGLE-3's choice")
+    variants: int = Field(
+        1, ge=1, description="times that every document is stored, each with a crop and an offset of its own"
+    )
+    max_gib: float = Field(64.0, gt=0, description="size above which a capture is refused")
+    shard_gib: float = Field(1.0, gt=0, description="size of a file")
 
 
 class ObjectiveSettings(Settings):
@@ -194,6 +221,7 @@ class TrainSettings(Settings):
     data: DataSettings
     positions: PositionSettings = PositionSettings()
     views: ViewSettings = ViewSettings()
+    features: FeatureSettings = FeatureSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     lag: LagSettings = LagSettings()
     optim: OptimSettings = OptimSettings()
@@ -226,6 +254,17 @@ class TrainSettings(Settings):
     def eval_steps(self) -> int:
         return self.evaluation.steps or self.lag.max
 
+    @property
+    def read_features(self) -> list[str]:
+        """What the draft and its objective read of the target, in the words of ``features.store``."""
+        teaches = self.objective.name != "ce" or self.draft.fit_tokens > 0
+        return ["kv", "hidden"] if teaches else ["kv"]
+
+    @property
+    def stored_features(self) -> list[str]:
+        """What a capture stores."""
+        return list(self.features.store or self.read_features)
+
     def trajectory(self) -> dict[str, Any]:
         """Dotted settings that decide the weights; a resumed run must not change them."""
         sections = ("target", "draft", "data", "positions", "views", "objective", "lag", "optim")
@@ -235,6 +274,7 @@ class TrainSettings(Settings):
         # Names without their folders: a run may be resumed from another place, or after a move.
         return flat | {
             "target.path": Path(self.target.path).name,
+            "data.features": self.data.features and Path(self.data.features).name,
             "data.train": [Path(name).name for name in as_list(self.data.train)],
             "run.seed": self.run.seed,
             "schedule.micro_batch": self.schedule.micro_batch,

@@ -329,6 +329,16 @@ def mask_by_offsets(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[in
     return [any(a < end and b > begin for begin, end in spans) for a, b in offsets]
 
 
+class Documents(Protocol):
+    """Documents by index, from wherever."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Document: ...
+
+    def fingerprints(self) -> list[dict[str, Any]]: ...
+
+
 class Corpus:
     """Several sources as one, by index.
 

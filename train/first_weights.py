@@ -16,7 +16,7 @@ from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.errors import UserError
 from longdraft.kernels.linear_cross_entropy import IGNORED
 from longdraft.train.config import TrainSettings
-from longdraft.train.documents import Corpus
+from longdraft.train.documents import Documents
 from longdraft.train.engine import Group
 from longdraft.train.ranked_head import most_frequent
 from longdraft.train.samples import SampleStream
@@ -48,14 +48,14 @@ def build_draft(settings: TrainSettings, target: FrozenTarget) -> LongSpecDraft:
     return draft.train().bind(target.embedding_VE, target.head_VE)
 
 
-def rank_head(draft: LongSpecDraft, settings: TrainSettings, corpus: Corpus, tokenizer: Any) -> None:
+def rank_head(draft: LongSpecDraft, settings: TrainSettings, corpus: Documents, tokenizer: Any) -> None:
     """Give a new draft's ranked head its tokens; a draft of another folder brings its own."""
     if draft.head_ids is not None and settings.draft.init_from is None:
         draft.rank_head(most_frequent(corpus, tokenizer.all_special_ids, draft))
 
 
 def fit(
-    draft: LongSpecDraft, target: FrozenTarget, settings: TrainSettings, corpus: Corpus, limit: int, group: Group
+    draft: LongSpecDraft, target: FrozenTarget, settings: TrainSettings, corpus: Documents, limit: int, group: Group
 ) -> int:
     """``draft.fit_tokens``: fit the MLP's output on the first samples; every rank ends with rank 0's weights.
 
@@ -72,13 +72,13 @@ def fit(
 
 
 def _batches(
-    draft: LongSpecDraft, target: FrozenTarget, settings: TrainSettings, corpus: Corpus, limit: int
+    draft: LongSpecDraft, target: FrozenTarget, settings: TrainSettings, corpus: Documents, limit: int
 ) -> Iterator[FitBatch]:
     stream, cursor, tokens = SampleStream(corpus, settings, limit, 0, 1), 0, 0
     while tokens < settings.draft.fit_tokens:
         micros, cursor = stream.window(cursor)
         for micro in (m.to(target.device) for m in micros):
-            seen = target.capture(micro.id_T, micro.position_T, micro.cu, hidden=True)
+            seen = micro.capture or target.capture(micro.id_T, micro.position_T, micro.cu, hidden=True)
             assert seen.hidden_TE is not None
             run = partial(
                 draft.forward_packed,

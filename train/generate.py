@@ -18,11 +18,11 @@ from longdraft.errors import UserError
 from longdraft.train.config import as_list
 from longdraft.train.documents import FROM, MASK, TOKENS
 from longdraft.train.generation.backends import Answer, Backend, open_backend, resolve_backend, stop_tokens
-from longdraft.train.generation.output import Output, weights_fingerprint
+from longdraft.train.generation.output import Output
 from longdraft.train.generation.prompts import Prompt, PromptStream
 from longdraft.train.generation.settings import GenerateSettings
 from longdraft.train.provenance import origin
-from longdraft.train.target import load_config, load_tokenizer
+from longdraft.train.target import load_config, load_tokenizer, weights_fingerprint
 from longdraft.train.tracking import redact
 
 Say = Callable[[str], None]

@@ -19,6 +19,7 @@ from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Corpus
 from longdraft.train.engine import Engine, Group, StopSignal, build_engine
 from longdraft.train.evaluation import cut_prompts, evaluate
+from longdraft.train.features.reader import open_corpus
 from longdraft.train.metering import Meter
 from longdraft.train.methods.build import build_method
 from longdraft.train.provenance import write_run_file
@@ -51,7 +52,7 @@ class Run:
             check_trajectory(self.progress.trajectory, settings.trajectory(), settings.run.name)
         self.progress.trajectory = settings.trajectory()
         tokenizer = load_tokenizer(settings.target)
-        self.corpus = Corpus(settings.data.train, settings.data, tokenizer)
+        self.corpus = open_corpus(settings, tokenizer)
         self.data = {"train": self.corpus.fingerprints()}
         self.target = load_target(settings.target, group.device)
         limit = position_limit(settings, self.target.spec.max_position)
@@ -75,7 +76,7 @@ class Run:
         s = self.settings
         if s.data.eval is None or s.evaluation.prompts == 0:
             return []
-        corpus = Corpus(s.data.eval, s.data, tokenizer)
+        corpus = Corpus(s.data.eval, s.data, tokenizer, self.target.spec.vocab_size)
         self.data["eval"] = corpus.fingerprints()
         prompts = cut_prompts(corpus, s.evaluation, self.target.spec.max_position)
         if not prompts:

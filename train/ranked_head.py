@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 
 from longdraft.draft_models.longspec import LongSpecDraft
-from longdraft.train.documents import Corpus
+from longdraft.train.documents import Documents
 from longdraft.train.vocabulary import count_tokens
 
 DOCUMENTS = 2000  # documents that are counted; ranks settle long before
 
 
-def most_frequent(corpus: Corpus, always: Sequence[int], draft: LongSpecDraft) -> torch.Tensor:
+def most_frequent(corpus: Documents, always: Sequence[int], draft: LongSpecDraft) -> torch.Tensor:
     """Ids for :meth:`LongSpecDraft.rank_head`, the same on every rank: no randomness.
 
     Args:

@@ -12,8 +12,10 @@ from longdraft.errors import UserError
 from longdraft.kernels.linear_cross_entropy import IGNORED
 from longdraft.kernels.view_attention import View
 from longdraft.train.config import TrainSettings
-from longdraft.train.documents import Corpus, Document
+from longdraft.train.documents import Document, Documents
+from longdraft.train.features.reader import FeatureCorpus, join
 from longdraft.train.positions import anchor_offset_positions, draw, seeded
+from longdraft.train.target import Capture
 from longdraft.train.views import draw_view
 
 
@@ -23,7 +25,8 @@ class Packed:
 
     ``id_T``, ``position_T`` and ``label_T`` are int64; a label is the next token of the same document, or -100. Document i
     is tokens ``cu[i] .. cu[i + 1]`` (``positions`` may jump inside it, so they say nothing of boundaries). ``views`` is one
-    a document, None for one that is read whole; empty means that all are.
+    a document, None for one that is read whole; empty means that all are. ``capture`` is what the target gave for these
+    rows when they were stored; None: the target has to run.
     """
 
     id_T: torch.Tensor
@@ -32,6 +35,7 @@ class Packed:
     cu: list[int]
     names: list[str]
     views: list[View | None] = field(default_factory=list)
+    capture: Capture | None = None
 
     @property
     def supervised(self) -> int:
@@ -41,15 +45,19 @@ class Packed:
         def move(x: torch.Tensor) -> torch.Tensor:
             return x.to(device, non_blocking=True)
 
-        return Packed(move(self.id_T), move(self.position_T), move(self.label_T), self.cu, self.names, self.views)
+        capture = None if self.capture is None else self.capture.to(device)
+        return Packed(
+            move(self.id_T), move(self.position_T), move(self.label_T), self.cu, self.names, self.views, capture
+        )
 
 
 class Drawn(NamedTuple):
-    """A document as one epoch shows it: cut, at positions (int64 ``[L]``), under a view."""
+    """A document as one epoch shows it: cut, at positions (int64 ``[L]``), under a view, with its features if stored."""
 
     document: Document
     position_L: torch.Tensor
     view: View | None
+    capture: Capture | None
 
 
 def truncate(document: Document, limit: int, how: str, *key: int | str) -> Document:
@@ -120,7 +128,7 @@ class SampleStream:
     """
 
     def __init__(
-        self, corpus: Corpus, settings: TrainSettings, max_position: int, rank: int = 0, world: int = 1
+        self, corpus: Documents, settings: TrainSettings, max_position: int, rank: int = 0, world: int = 1
     ) -> None:
         self.corpus, self.settings = corpus, settings
         self.max_position = max_position
@@ -138,7 +146,7 @@ class SampleStream:
                 drawn += sample
             all_rows = self.settings.objective.rows == "all"
             packed = pack([d.document for d in drawn], [d.position_L for d in drawn], all_rows)
-            micros.append(replace(packed, views=[d.view for d in drawn]))
+            micros.append(replace(packed, views=[d.view for d in drawn], capture=join([d.capture for d in drawn])))
         return micros, cursor
 
     def _sample(self, cursor: int) -> tuple[list[Drawn], int]:
@@ -155,19 +163,30 @@ class SampleStream:
 
     def _next(self, cursor: int) -> tuple[Drawn, int]:
         """The first usable document at or behind the cursor, and the cursor behind it."""
-        data, objective = self.settings.data, self.settings.objective
         for tried in range(len(self.corpus) + 1):
             epoch, at = divmod((cursor + tried) * self.world + self.rank, len(self.corpus))
-            index = self._permutation(epoch)[at]
-            key = (self.settings.run.seed, epoch, index)
-            document = truncate(self.corpus[index], data.max_length, data.truncation, *key)
-            if len(document.ids) >= data.min_length and (objective.rows == "all" or any(document.supervised[1:])):
-                position_L = self.positions(len(document.ids), *key)
-                return Drawn(document, position_L, draw_view(self.settings.views, *key)), cursor + tried + 1
+            if (drawn := self.drawn(epoch, self._permutation(epoch)[at])) is not None:
+                return drawn, cursor + tried + 1
         raise UserError(
-            f"data.train has no document of data.min_length={data.min_length} tokens or more with anything to predict: "
-            "lower it, or check the conversations' roles"
+            f"data.train has no document of data.min_length={self.settings.data.min_length} tokens or more with anything to "
+            "predict: lower it, or check the conversations' roles"
         )
+
+    def drawn(self, epoch: int, index: int) -> Drawn | None:
+        """A document as an epoch shows it; None if it is too short or nothing of it is supervised."""
+        data, capture = self.settings.data, None
+        key = (self.settings.run.seed, epoch, index)
+        if isinstance(self.corpus, FeatureCorpus):  # cut and placed when it was stored
+            if (stored := self.corpus.stored(epoch, index)) is None:
+                return None
+            document, position_L, capture = stored
+        else:
+            document = truncate(self.corpus[index], data.max_length, data.truncation, *key)
+            position_L = self.positions(len(document.ids), *key)
+        rows = self.settings.objective.rows
+        if len(document.ids) < data.min_length or not (rows == "all" or any(document.supervised[1:])):
+            return None
+        return Drawn(document, position_L, draw_view(self.settings.views, *key), capture)
 
     def positions(self, length: int, *key: int) -> torch.Tensor:
         """Positions of a document: offset, or plain where the share of offsets says so."""

@@ -1,22 +1,27 @@
-"""The frozen target: one forward pass a sample that keeps the last layer's keys and values and nothing else.
+"""The frozen target: one forward pass a sample that keeps what the draft reads, such as the last layer's cache, and nothing else.
 
-Legend: B documents of a padded batch, L padded length, T packed tokens, E hidden size, K key/value heads, D head size.
+Legend: B documents of a padded batch, L padded length, T packed tokens, E hidden size, A three times E, K key/value heads,
+D head size.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from longdraft.draft_models.aux_features import aux_features
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
 from longdraft.train.config import TargetSettings
 from longdraft.train.tiny_random import PREFIX, byte_tokenizer, tiny_config, tiny_random_model
 
+SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a weight file: reading all of a large target's would take minutes
 PADDING_WASTE = 1.25  # documents share a padded batch while it stays within this factor of its real tokens
 
 
@@ -68,13 +73,34 @@ class LastLayerCache(Cache):
         return layer.keys, layer.values
 
 
-@dataclass
+@dataclass(frozen=True)
 class Capture:
-    """What the draft reads: ``k_TKD`` and ``v_TKD`` in the target's dtype; ``hidden_TE`` feeds the head, if asked for."""
+    """What the draft reads, one row a token in the target's dtype, by name.
 
-    k_TKD: torch.Tensor
-    v_TKD: torch.Tensor
-    hidden_TE: torch.Tensor | None
+    ``k`` and ``v`` are the last layer's cache, keys rotated; ``hidden`` feeds the head; ``aux`` is the outputs of three layers
+    side by side, low layer first. What was not asked for is not there.
+    """
+
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def k_TKD(self) -> torch.Tensor:
+        return self.tensors["k"]
+
+    @property
+    def v_TKD(self) -> torch.Tensor:
+        return self.tensors["v"]
+
+    @property
+    def hidden_TE(self) -> torch.Tensor | None:
+        return self.tensors.get("hidden")
+
+    @property
+    def aux_TA(self) -> torch.Tensor:
+        return self.tensors["aux"]
+
+    def to(self, device: torch.device) -> "Capture":
+        return Capture({name: x.to(device, non_blocking=True) for name, x in self.tensors.items()})
 
 
 class FrozenTarget:
@@ -102,39 +128,57 @@ class FrozenTarget:
         return weight
 
     @torch.no_grad()
-    def capture(self, id_T: torch.Tensor, position_T: torch.Tensor, cu: Sequence[int], hidden: bool = False) -> Capture:
+    def capture(
+        self,
+        id_T: torch.Tensor,
+        position_T: torch.Tensor,
+        cu: Sequence[int],
+        hidden: bool = False,
+        aux: Sequence[int] = (),
+        cache: bool = True,
+    ) -> Capture:
         """Run packed documents, each on its own, at the given positions.
 
         Args:
             id_T, position_T: int64 on the target's device.
             cu: document offsets from 0 to T; documents never see each other.
             hidden: also return the rows that feed the head.
+            aux: layers whose outputs to return too, ascending, as :mod:`longdraft.draft_models.eagle3_config` counts them.
+            cache: return the last layer's keys and values.
         """
         spec = self.spec
-        k_TKD, v_TKD = (
-            torch.empty(len(id_T), spec.num_kv_heads, spec.head_dim, dtype=self.model.dtype, device=id_T.device)
-            for _ in range(2)
-        )
-        hidden_TE = (
-            torch.empty(len(id_T), spec.hidden_size, dtype=self.model.dtype, device=id_T.device) if hidden else None
-        )
+        shapes: dict[str, tuple[int, ...]] = {}
+        if cache:
+            shapes = dict.fromkeys(("k", "v"), (spec.num_kv_heads, spec.head_dim))
+        if hidden:
+            shapes["hidden"] = (spec.hidden_size,)
+        if aux:
+            shapes["aux"] = (len(aux) * spec.hidden_size,)
+        out = {
+            name: torch.empty(len(id_T), *shape, dtype=self.model.dtype, device=id_T.device)
+            for name, shape in shapes.items()
+        }
         for batch in padded_batches(cu, self.max_batch_tokens):
             longest = max(b - a for a, b in batch)
             id_BL, position_BL = (id_T.new_zeros(len(batch), longest) for _ in range(2))
             for row, (a, b) in enumerate(batch):
                 id_BL[row, : b - a], position_BL[row, : b - a] = id_T[a:b], position_T[a:b]
-            cache = LastLayerCache(spec.num_layers)
-            # Padding lies to the right, where causal attention never looks, so no mask is needed.
+            seen = self._padded(id_BL, position_BL, aux)
+            for row, (a, b) in enumerate(batch):
+                for name, rows in out.items():
+                    rows[a:b] = seen[name][row, : b - a]
+        return Capture(out)
+
+    def _padded(self, id_BL: torch.Tensor, position_BL: torch.Tensor, aux: Sequence[int]) -> dict[str, torch.Tensor]:
+        """All features ``[B, L, ...]`` of a batch. Padding lies to the right, where causal attention never looks: no mask."""
+        cache = LastLayerCache(self.spec.num_layers)
+        with aux_features(self.model, aux) as features:
             out = self.model.base_model(
                 input_ids=id_BL, position_ids=position_BL, past_key_values=cache, use_cache=True
             )
-            keys, values = cache.last()
-            for row, (a, b) in enumerate(batch):
-                k_TKD[a:b] = keys[row, :, : b - a].transpose(0, 1)
-                v_TKD[a:b] = values[row, :, : b - a].transpose(0, 1)
-                if hidden_TE is not None:
-                    hidden_TE[a:b] = out.last_hidden_state[row, : b - a]
-        return Capture(k_TKD, v_TKD, hidden_TE)
+        keys, values = cache.last()
+        seen = {"k": keys.transpose(1, 2), "v": values.transpose(1, 2), "hidden": out.last_hidden_state}
+        return seen | ({"aux": features.take()} if aux else {})
 
 
 def padded_batches(cu: Sequence[int], max_tokens: int) -> list[list[tuple[int, int]]]:
@@ -231,3 +275,19 @@ def _unreadable(settings: TargetSettings, error: Exception) -> UserError:
     return UserError(
         f"target.path={settings.path!r} cannot be loaded ({reason}): give a model folder or a Hugging Face name"
     )
+
+
+def weights_fingerprint(folder: str) -> str | None:
+    """SHA-256 over names, sizes and spread samples of a model folder's weight files and its config; None without a folder."""
+    files = sorted([*Path(folder).glob("*.safetensors"), *Path(folder).glob("config.json")])
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for i in range(SAMPLES):
+                file.seek(max(size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""longdraft train | generate | serve | models | drafts | bench | demo
+"""longdraft train | capture | generate | serve | models | drafts | bench | demo
 
 The one command line. Each command is imported when it is called, so that ``longdraft --help`` answers at once.
 """
@@ -30,6 +30,16 @@ def train(argv: Argv) -> int:
         ).print_help()
         return 0
     return _call("longdraft.train.long_draft", to_overrides(TrainSettings, argv, "longdraft train"))
+
+
+def capture(argv: Argv) -> int:
+    """store what a recipe's target gives its draft: --config recipes/X.yaml --out DIR [--plan] [--yes]"""
+    from longdraft.options import to_overrides
+    from longdraft.train.config import TrainSettings
+
+    help_wanted = "-h" in argv or "--help" in argv
+    words = argv if help_wanted else to_overrides(TrainSettings, argv, "longdraft capture")
+    return _call("longdraft.train.features.capture", words)
 
 
 def generate(argv: Argv) -> int:
@@ -76,7 +86,7 @@ def demo(argv: Argv) -> int:
 
 
 COMMANDS: dict[str, Callable[[Argv], int]] = {
-    f.__name__: f for f in (train, generate, serve, models, drafts, bench, demo)
+    f.__name__: f for f in (train, capture, generate, serve, models, drafts, bench, demo)
 }
 
 

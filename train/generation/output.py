@@ -4,7 +4,6 @@ The JSON file is replaced, in one move, after a batch lies on the disk, and coun
 at most bytes behind them, which the next one cuts off.
 """
 
-import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,6 @@ from longdraft.errors import UserError
 from longdraft.train.checkpoints import lock_folder
 
 DATA, PROVENANCE = "generated.jsonl", "provenance.json"
-SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a weight file: reading all of a large target's would take minutes
 
 
 @dataclass
@@ -98,19 +96,3 @@ class Output:
     def close(self) -> None:
         self._file.close()
         self._lock.close()
-
-
-def weights_fingerprint(folder: str) -> str | None:
-    """SHA-256 over names, sizes and spread samples of a model folder's weight files and its config; None without a folder."""
-    files = sorted([*Path(folder).glob("*.safetensors"), *Path(folder).glob("config.json")])
-    if not files:
-        return None
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for i in range(SAMPLES):
-                file.seek(max(size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()

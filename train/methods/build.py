@@ -3,7 +3,7 @@
 from typing import Any
 
 from longdraft.train.config import TrainSettings
-from longdraft.train.documents import Corpus
+from longdraft.train.documents import Documents
 from longdraft.train.engine import Group
 from longdraft.train.first_weights import build_draft, fit, rank_head
 from longdraft.train.methods.base import Method
@@ -14,7 +14,7 @@ from longdraft.train.target import FrozenTarget
 def build_method(
     settings: TrainSettings,
     target: FrozenTarget,
-    corpus: Corpus,
+    corpus: Documents,
     tokenizer: Any,
     limit: int,
     group: Group,

@@ -58,7 +58,7 @@ def test_a_row_sees_no_target_key_younger_than_its_lag(lag: int) -> None:
         k, v = seen.k_TKD.clone(), seen.v_TKD.clone()
         k[first_changed:] += 3.0
         v[first_changed:] -= 3.0
-        after = trained(draft, ids, Capture(k, v, None), lag)[t]
+        after = trained(draft, ids, Capture({"k": k, "v": v}), lag)[t]
         assert torch.equal(before, after) is same
 
 
