@@ -20,6 +20,18 @@ class RunSettings(Settings):
     resume: Literal["auto", "never"] = Field("auto", description="auto continues from the run folder's last checkpoint")
 
 
+class RecipeSettings(Settings):
+    label: Literal["smoke", "real"] | None = Field(
+        None,
+        description="smoke only shows that the pipeline runs, real gives a draft worth serving; of a shipped recipe",
+    )
+    gpus: int = Field(0, ge=0, description="GPUs that the batch is written for; 0 is a CPU")
+    gpu_hours: float | None = Field(
+        None, gt=0, description="what the run costs on H200s, estimated from its arithmetic"
+    )
+    expects: str = Field("", description="the figure to expect, and where it is from")
+
+
 class TargetSettings(Settings):
     path: str = Field(
         description="folder or Hugging Face name; tiny-random:llama|qwen2|qwen3 builds a tiny one in memory"
@@ -215,6 +227,7 @@ class TrackingSettings(Settings):
 class TrainSettings(Settings):
     """Everything that a training run is made of."""
 
+    recipe: RecipeSettings = RecipeSettings()
     run: RunSettings = RunSettings()
     target: TargetSettings
     draft: DraftSettings = DraftSettings()
@@ -287,16 +300,20 @@ def as_list(value: list[str] | str | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value or [])
 
 
+def shipped(path: str) -> Path:
+    """Where a file of ours lies in an installed package or in a checkout."""
+    import longdraft
+
+    return Path(longdraft.__file__).parent / path
+
+
 def find_config(path: str) -> Path:
     """A recipe by its path from here, or the installed one of that path (``recipes/…``).
 
     Raises:
         UserError: neither exists.
     """
-    import longdraft
-
-    shipped = Path(longdraft.__file__).parent / path
-    for candidate in (Path(path), shipped):
+    for candidate in (Path(path), shipped(path)):
         if candidate.is_file():
             return candidate
     raise UserError(f"config {path!r} does not exist: give a YAML file, such as recipes/smoke/longspec.yaml")

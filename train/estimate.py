@@ -12,7 +12,7 @@ from longdraft.draft_models.target import TargetSpec
 from longdraft.train.checkpoints import Checkpoints, check_trajectory
 from longdraft.train.config import TrainSettings, as_list
 from longdraft.train.loop import position_limit
-from longdraft.train.target import load_config, resolve_dtype
+from longdraft.train.target import plan_config, resolve_dtype
 from longdraft.train.tracking import METRICS, clock, read_rows
 
 
@@ -41,7 +41,7 @@ def count_parameters(config: Any, spec: TargetSpec, settings: TrainSettings) -> 
 
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.target.trust_remote_code)
-    draft = LongSpecDraft(LongSpecConfig(spec, settings.draft.architecture))
+        draft = LongSpecDraft(LongSpecConfig(spec, settings.draft.architecture))
     return sum(p.numel() for p in target.parameters()), sum(p.numel() for p in draft.parameters())
 
 
@@ -84,7 +84,7 @@ def plan_text(settings: TrainSettings, world: int) -> str:
     Raises:
         UserError: as the run itself would, where that shows without weights or data.
     """
-    config = load_config(settings.target)
+    config = plan_config(settings.target)
     spec, device = TargetSpec.from_config(config), device_of(settings)
     limit = position_limit(settings, spec.max_position)
     parameters = count_parameters(config, spec, settings)
@@ -98,6 +98,7 @@ def plan_text(settings: TrainSettings, world: int) -> str:
     budgets = f"{', '.join(map(str, views.budgets))} keys in {views.share:.0%} of the documents"
     memory = estimate_memory(spec, parameters, settings, device)
     lines = {
+        "recipe": _recipe(settings),
         "run": f"{settings.run.name} in {settings.folder} ({_state(settings)})",
         "target": f"{settings.target.path}: {_shapes(spec)}, {parameters[0]:,} parameters",
         "draft": (
@@ -126,6 +127,15 @@ def _shapes(spec: TargetSpec) -> str:
         f"{spec.model_type}, {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} heads over "
         f"{spec.num_kv_heads} key/value heads of {spec.head_dim}, vocabulary {spec.vocab_size}"
     )
+
+
+def _recipe(settings: TrainSettings) -> str:
+    r = settings.recipe
+    if r.label is None:
+        return "of your own"
+    where = f"for {r.gpus} GPU{'s' if r.gpus > 1 else ''}" if r.gpus else "for a CPU"
+    cost = "" if r.gpu_hours is None else f", about {r.gpu_hours:g} GPU hours"
+    return f"{r.label}, {where}{cost}; expects {r.expects}"
 
 
 def _state(settings: TrainSettings) -> str:

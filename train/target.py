@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 from longdraft.draft_models.aux_features import aux_features
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
-from longdraft.train.config import TargetSettings
+from longdraft.train.config import TargetSettings, shipped
 from longdraft.train.tiny_random import PREFIX, byte_tokenizer, tiny_config, tiny_random_model
 
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a weight file: reading all of a large target's would take minutes
@@ -212,6 +212,18 @@ def load_config(settings: TargetSettings) -> Any:
         )
     except (OSError, ValueError) as error:
         raise _unreadable(settings, error) from None
+
+
+def plan_config(settings: TargetSettings) -> Any:
+    """The target's config where only shapes matter: a model that is not here yet is planned by the shapes that we ship.
+
+    Raises:
+        UserError: as :func:`load_config`, of a model whose shapes we do not ship.
+    """
+    shapes = shipped(f"recipes/shapes/{settings.path.rsplit('/', 1)[-1].lower()}")
+    if not Path(settings.path).exists() and (shapes / "config.json").is_file():
+        return AutoConfig.from_pretrained(shapes)
+    return load_config(settings)
 
 
 def load_target(settings: TargetSettings, device: torch.device) -> FrozenTarget:

@@ -25,7 +25,7 @@ def test_the_wheel_holds_every_module_and_recipe(distributions: Distributions, f
         f"longdraft/{name}"
         for name in files
         if name.parts[0] in folders
-        and name.suffix in (".py", ".yaml", ".jsonl")
+        and name.suffix in (".py", ".yaml", ".json", ".jsonl")
         and name.parts[:2] != ("bench", "results")
     }
     assert wanted - set(names_in(distributions.wheel)) == set()
