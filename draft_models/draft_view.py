@@ -36,7 +36,7 @@ class ViewReader:
         return cross_attend
 
     def committed(self, kept: int) -> None:
-        """The round is verified: its first ``kept`` drafts stand behind the root."""
+        """The round is verified: its first ``kept`` drafts stand behind the root. Nothing before the first round."""
         if self.queries:  # the last draft of a chain is never a query
             self.last_HD = self.queries[min(kept, len(self.queries) - 1)][0]
 

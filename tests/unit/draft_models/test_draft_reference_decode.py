@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import tiny_draft, tiny_target
 
-from longdraft.draft_models import reference_decode
+from longdraft.draft_models import drafting
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.reference_decode import greedy_decode, prefill, speculative_decode
 from longdraft.train.target import FrozenTarget
@@ -25,7 +25,7 @@ def script(monkeypatch: pytest.MonkeyPatch, draft_at: Callable[[int, int], int])
     def propose(state: object, row: object, root: object, at: torch.Tensor, steps: int, *_: object) -> torch.Tensor:
         return torch.tensor([[draft_at(int(at) + 1 + d, d) for d in range(steps)]])
 
-    monkeypatch.setattr(reference_decode, "propose_chain", propose)
+    monkeypatch.setattr(drafting, "propose_chain", propose)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -82,15 +82,15 @@ def test_decoding_under_a_view_gives_the_targets_own_tokens(view: View) -> None:
 
 
 def test_a_budget_beyond_the_cache_drafts_as_without_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    from longdraft.draft_models import reference_decode
+    from longdraft.draft_models import drafting
 
-    honest, drafted = reference_decode.propose_chain, []
+    honest, drafted = drafting.propose_chain, []
 
     def watched(*args: object) -> torch.Tensor:
         drafted.append(honest(*args))  # type: ignore[arg-type]
         return drafted[-1]
 
-    monkeypatch.setattr(reference_decode, "propose_chain", watched)
+    monkeypatch.setattr(drafting, "propose_chain", watched)
     target = tiny_target("llama")
     runs = []
     for view in (None, View(4096, 32, 128, 16), RECENT):
