@@ -1,6 +1,7 @@
 """The training measurement's parts that need no GPU: files, SpecForge's trainer on them, floors, and what a record says."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from longdraft.bench.gpu_training import fallback, read_lines, run_process, tria
 from longdraft.bench.training_files import SHAPES, Job, feature_folder, vocabulary, write_features, write_models
 from longdraft.bench.training_floor import draft_weights, floor_seconds, step_flops
 from longdraft.bench.training_meter import Meter
+from longdraft.bench.training_ours import train
 from longdraft.bench.training_record import checks, figures, summary
 from longdraft.train.specforge_seam.feature_files import read_feature_file
 
@@ -71,22 +73,45 @@ def test_the_dummy_target_chooses_tokens_that_the_draft_has(tmp_path: Path) -> N
     assert torch.isin(choice, vocabulary(TINY)).float().mean() > 0.98
 
 
-def test_specforges_trainer_runs_the_job_without_packages_that_it_only_imports(tmp_path: Path) -> None:
+def work(events: Path, job: Job, command: list[str]) -> list[dict[str, Any]]:
+    """Run a worker in a process of its own; what it wrote."""
+    whole = [sys.executable, *command, str(events.parent), str(events), job.json()]
+    done = subprocess.run(whole, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, (read_lines(events), done.stderr[-2000:])
+    return read_lines(events)
+
+
+def test_both_trainers_run_the_job_from_the_same_loss(tmp_path: Path) -> None:
+    """SpecForge's without packages that it only imports; ours with its rows and mean."""
     write_models(tmp_path, TINY, "cpu")
-    write_features(tmp_path, TINY, 32, "all", 2, "cpu")
-    job = Job("specforge", 32, "all", "tiny", "cpu", attention="sdpa", sharding="NO_SHARD", warmup=1, steps=1)
-    events = tmp_path / "events.jsonl"
-    command = [sys.executable, "-c", WITHOUT_PACKAGES, str(tmp_path), str(events), job.json()]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
-    lines = read_lines(events)
-    assert done.returncode == 0, (lines, done.stderr[-2000:])
-    assert [line["event"] for line in lines] == ["start", "step", "step", "end"]
-    assert lines[0]["stand_ins"] == ["wandb", "datasets"]
-    weighted = sum(0.8**k * loss for k, loss in enumerate(lines[1]["depth_losses"]))
-    assert len(lines[1]["depth_losses"]) == 7 and weighted == pytest.approx(3.78 * 4.1, rel=0.1)
-    out = summary(job, lines)
-    assert out["tok_s"] == pytest.approx(32 / lines[2]["seconds"], rel=1e-2)
+    write_features(tmp_path, TINY, 24, "answers", 2, "cpu")
+    job = Job(
+        "specforge", 24, "answers", "tiny", "cpu", attention="sdpa", sharding="NO_SHARD", warmup=1, steps=1, ttt=2
+    )
+    theirs = work(tmp_path / "specforge.jsonl", job, ["-c", WITHOUT_PACKAGES])
+    assert [line["event"] for line in theirs] == ["start", "step", "step", "end"]
+    assert theirs[0]["stand_ins"] == ["wandb", "datasets"]
     assert not (tmp_path / "specforge-output").exists()  # no checkpoint
+    out = summary(job, theirs)
+    assert out["tok_s"] == pytest.approx(24 / theirs[2]["seconds"], rel=1e-2) and len(out["depth_losses"]) == 2
+    same = replace(job, side="ours", compat=True)
+    ours = summary(same, work(tmp_path / "ours.jsonl", same, ["-m", "longdraft.bench.training_ours"]))
+    # Random features, so every depth starts near ln 64; the rows are 11 of 24, and the weights sum to 1.8.
+    assert out["losses"][0] == pytest.approx(math.log(64) * 11 / 24 * 1.8, rel=0.02)
+    assert ours["losses"][0] == pytest.approx(out["losses"][0], rel=1e-4)
+    assert ours["losses"][1] < ours["losses"][0]
+
+
+def test_ours_trains_on_supervised_rows_from_features_and_from_a_running_target(tmp_path: Path) -> None:
+    write_models(tmp_path, TINY, "cpu")
+    write_features(tmp_path, TINY, 96, "answers", 1, "cpu")
+    for online in (False, True):
+        job = Job("ours", 96, "answers", "tiny", "cpu", online=online, warmup=1, steps=2)
+        events = tmp_path / f"{job.name}.jsonl"
+        train(tmp_path, job, Meter(events, job.warmup))
+        start, *steps = read_lines(events)
+        assert start["event"] == "start" and len(steps) == 3
+        assert steps[0]["rows"] == [24, 23, 22, 21, 20, 19, 18] and steps[2]["loss"] < steps[0]["loss"]
 
 
 def test_running_out_of_memory_is_a_result_and_other_errors_bring_their_traceback(tmp_path: Path) -> None:
@@ -138,8 +163,8 @@ def test_figures_compare_with_the_trial_that_ran_and_memory_is_linear_or_not() -
     assert checks(done)["specforge_all_32k_ran"] is False
 
 
-def test_the_same_first_loss_is_checked_to_a_percent() -> None:
-    theirs = trial("specforge_all_2k", 1.0, depth_losses=[2.0, 1.0])
-    for loss, same in ((2.81, True), (2.9, False)):
-        ours = trial("ours_all_compat_2k", 1.0) | {"losses": [loss]}
-        assert checks([theirs, ours])["ours_all_compat_2k_first_loss_equals_specforge"] is same
+def test_the_same_first_loss_is_checked() -> None:
+    theirs = trial("specforge_answers_2k", 1.0, depth_losses=[2.0, 1.0])
+    for loss, same in ((2.805, True), (2.83, False)):
+        ours = trial("ours_answers_compat_2k", 1.0) | {"losses": [loss]}
+        assert checks([theirs, ours])["ours_answers_compat_2k_first_loss_equals_specforge"] is same
