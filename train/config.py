@@ -43,6 +43,9 @@ class TargetSettings(Settings):
     attn: str = Field("sdpa", description="transformers' attention implementation")
     trust_remote_code: bool = False
     max_batch_tokens: int = Field(65536, ge=1, description="padded tokens that go through the target at once")
+    shard: bool = Field(
+        False, description="spread the weights over the ranks, for a target that one GPU cannot hold; ZeRO-3 only"
+    )
 
 
 class DraftSettings(LongSpecSettings):
@@ -212,7 +215,8 @@ class EvaluationSettings(Settings):
 
 
 class EngineSettings(Settings):
-    name: Literal["torch"] = "torch"
+    name: Literal["torch", "deepspeed"] = "torch"
+    config: str | None = Field(None, description="DeepSpeed's own file, such as recipes/deepspeed/zero2.yaml")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of the draft's forward pass; masters are float32"
@@ -258,6 +262,20 @@ class TrainSettings(Settings):
             raise ValueError(f"evaluation.context={e.context} has no room for a {e.view} view: give {least} or more")
         return self
 
+    @model_validator(mode="after")
+    def _engine_fits(self) -> "TrainSettings":
+        zero = self.engine.name == "deepspeed"
+        if zero and self.engine.config is None:
+            raise ValueError("engine.name=deepspeed needs engine.config, such as recipes/deepspeed/zero2.yaml")
+        if not zero and (self.engine.config is not None or self.target.shard):
+            given = "engine.config" if self.engine.config is not None else "target.shard"
+            raise ValueError(f"{given} is for engine.name=deepspeed: set that, or leave it out")
+        if zero and self.optim.name != "adamw":
+            raise ValueError(
+                f"optim.name={self.optim.name} needs whole matrices, which ZeRO cuts up: use adamw, or engine.name=torch"
+            )
+        return self
+
     @property
     def folder(self) -> Path:
         """The run's own folder."""
@@ -282,7 +300,7 @@ class TrainSettings(Settings):
         """Dotted settings that decide the weights; a resumed run must not change them."""
         sections = ("target", "draft", "data", "positions", "views", "objective", "lag", "optim")
         flat = {f"{s}.{k}": v for s in sections for k, v in getattr(self, s).model_dump(mode="json").items()}
-        for key in ("target.max_batch_tokens", "target.trust_remote_code", "data.eval"):
+        for key in ("target.max_batch_tokens", "target.trust_remote_code", "target.shard", "data.eval"):
             del flat[key]
         # Names without their folders: a run may be resumed from another place, or after a move.
         return flat | {

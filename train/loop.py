@@ -59,6 +59,7 @@ class Run:
         self.method, said = build_method(
             settings, self.target, self.corpus, tokenizer, limit, group, resumed=found is not None
         )
+        self.draft_parameters = sum(p.numel() for p in self.method.draft.parameters() if p.requires_grad)
         self.engine: Engine = build_engine(self.method, settings, group)
         if found:
             torch.set_rng_state(state.pop("rng.torch"))
@@ -86,7 +87,7 @@ class Run:
         return prompts
 
     def _announce(self, command: list[str], found: Path | None) -> None:
-        parameters = sum(w.numel() for w in self.engine.weights().values())
+        parameters = self.draft_parameters
         facts = {
             "ranks": self.group.world,
             "device": torch.cuda.get_device_name() if self.group.device.type == "cuda" else "cpu",
@@ -197,7 +198,8 @@ class Run:
         if p.step == self.saved_step or p.step == 0:
             return
         weights, state = self.engine.weights(), self.engine.state()
-        if bad := [name for name, w in weights.items() if not bool(torch.isfinite(w).all())]:
+        damaged = [name for name, w in weights.items() if not bool(torch.isfinite(w).all())]
+        if bad := sorted(set(self.group.gather_names(damaged))):
             raise Diverged(
                 f"step {p.step}: weights {', '.join(bad)} are not finite and are not saved; the last good checkpoint is "
                 f"{self.checkpoints.latest() or 'none'}: lower optim.lr"
@@ -217,17 +219,18 @@ class Run:
         if not self.prompts:
             return
         s, g = self.settings, self.group
-        results = evaluate(
-            self.target,
-            self.method.draft,
-            self.prompts,
-            s.evaluation.new_tokens,
-            s.eval_steps,
-            g.totals,
-            g.rank,
-            g.world,
-            served_view(s),
-        )
+        with self.engine.whole():
+            results = evaluate(
+                self.target,
+                self.method.draft,
+                self.prompts,
+                s.evaluation.new_tokens,
+                s.eval_steps,
+                g.totals,
+                g.rank,
+                g.world,
+                served_view(s),
+            )
         buckets = {name: result.figures() for name, result in results.items()}
         read = {"context": s.evaluation.context, "view": s.evaluation.view} if s.evaluation.context else {}
         self.tracker.evaluation({"step": self.progress.step, "draft_steps": s.eval_steps, **read, "buckets": buckets})

@@ -1,5 +1,9 @@
 """Real SGLang servers on the CPU, one of a kind a session: plain and with LONGDRAFT, over a tiny random target."""
 
+import contextlib
+import os
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,3 +36,14 @@ def drafted(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPa
     arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(tiny_draft), "--enable-metrics"]
     with ServerProcess(tiny_target, arguments, tmp_path_factory.mktemp("drafted") / "log", STRICT) as server:
         yield server
+
+
+@pytest.fixture
+def cleanup() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that a failed test must not leave behind."""
+    processes: list[subprocess.Popen[bytes]] = []
+    yield processes
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,68 +1,15 @@
 """Training processes that are killed, stopped and split over ranks: the weights come out the same."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-
-ROOT = Path(__file__).parents[2]
-ENTRY = ["train/long_draft.py", "--config", "recipes/smoke/longspec.yaml"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-SHORT = ("schedule.max_steps=60", "schedule.save_every=20", "schedule.log_every=1", "evaluation.prompts=0")
-
-
-def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """The command in a process group of its own, from the repository's root as a user types it."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with log.open("wb") as out:
-        return subprocess.Popen(
-            command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True
-        )
-
-
-def wait_for_line(process: subprocess.Popen[bytes], log: Path, text: str, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while text not in log.read_text():
-        assert process.poll() is None, log.read_text()
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.02)
-
-
-@pytest.fixture
-def cleanup() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that a failed test must not leave behind."""
-    processes: list[subprocess.Popen[bytes]] = []
-    yield processes
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def finish(process: subprocess.Popen[bytes], log: Path) -> None:
-    assert process.wait(timeout=180) == 0, log.read_text()
-
-
-def last_state(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "checkpoints" / "latest" / "state.safetensors")
-
-
-def assert_same(one: Path, other: Path) -> None:
-    """All weights, moments and step counts, and the exported drafts, bit for bit."""
-    want, got = last_state(one), last_state(other)
-    assert want.keys() == got.keys()
-    assert all(torch.equal(want[name], got[name]) for name in want)
-    a, b = (load_file(run / "checkpoints" / "latest" / "draft" / "model.safetensors") for run in (one, other))
-    assert all(torch.equal(a[name], b[name]) for name in a)
+from training_process import ENTRY, SHORT, TORCHRUN, assert_same, finish, last_state, start, wait_for_line
 
 
 def test_two_ranks_killed_in_the_middle_resume_to_the_same_weights(
