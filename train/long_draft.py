@@ -16,6 +16,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="long_draft.py", description="Train a LongSpec draft for a frozen target.")
     parser.add_argument("--config", help="YAML recipe")
     parser.add_argument("--plan", action="store_true", help="print shapes, tokens, memory and time; start nothing")
+    parser.add_argument(
+        "--trainer", choices=["longdraft", "specforge"], default="longdraft", help="who runs the steps (LongSpec only)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that replace the recipe's")
     return parser.parse_intermixed_args(argv)
 
@@ -28,7 +31,9 @@ def main(argv: list[str] | None = None) -> int:
         recipe = find_config(args.config) if args.config else None
         settings = load_settings(TrainSettings, recipe, args.overrides)
         resolve_data_paths(settings, recipe)
-        return plan(settings) if args.plan else run(settings, argv)
+        if args.plan:
+            return plan(settings)
+        return run_specforge(settings) if args.trainer == "specforge" else run(settings, argv)
     except UserError as error:
         print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
         return 2
@@ -39,6 +44,13 @@ def plan(settings: TrainSettings) -> int:
 
     if os.environ.get("RANK", "0") == "0":
         print(plan_text(settings, int(os.environ.get("WORLD_SIZE", "1"))))
+    return 0
+
+
+def run_specforge(settings: TrainSettings) -> int:
+    from longdraft.train.specforge_seam.trainer import train_with_specforge
+
+    train_with_specforge(settings)
     return 0
 
 

@@ -17,14 +17,14 @@ Argv = list[str]
 
 
 def train(argv: Argv) -> int:
-    """train a draft: --config recipes/X.yaml [--plan] [--a.b VALUE | a.b=VALUE ...]"""
+    """train a draft: --config recipes/X.yaml [--plan] [--trainer specforge] [--a.b VALUE | a.b=VALUE ...]"""
     from longdraft.options import option_parser, to_overrides
     from longdraft.train.config import TrainSettings
 
     if "-h" in argv or "--help" in argv:
         option_parser(
             TrainSettings,
-            "longdraft train --config recipes/X.yaml [--plan]",
+            "longdraft train --config recipes/X.yaml [--plan] [--trainer specforge]",
             "Train a draft for a frozen target. --config names a recipe, --plan prints what would run and starts "
             "nothing; every setting of the recipe is an option too, as --a.b VALUE or a.b=VALUE.",
         ).print_help()

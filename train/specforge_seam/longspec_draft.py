@@ -55,6 +55,8 @@ class LongSpecDraftModel(LongSpecDraft):
         assert config.longdraft is not None, "the draft's JSON has no longdraft part"
         target = TargetSpec(**config.longdraft["target"]["spec"])
         super().__init__(LongSpecConfig(target, validate(LongSpecSettings, config.longdraft["settings"])))
+        # A resumed run loads weights behind bind(): the ranked head's rows are those of the loaded ids.
+        self.register_load_state_dict_post_hook(lambda module, keys: self._gather_head())
 
     def cast(self, device: torch.device, dtype: torch.dtype) -> "LongSpecDraftModel":
         """Moved and cast, with the rotary frequencies in float32: in 16 bit they would bend far positions."""

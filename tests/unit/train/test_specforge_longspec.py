@@ -118,6 +118,13 @@ def test_our_draft_is_in_its_draft_registry_and_built_from_our_json(draft: tuple
         assert torch.equal(built.state_dict()[name], weight), name
 
 
+def test_a_ranked_head_follows_weights_that_are_loaded_behind_the_binding(draft: tuple[LongSpecDraft, Path]) -> None:
+    built = LongSpecDraftModel(load_draft_config_source(str(draft[1]))).bind(TARGET.embedding_VE, TARGET.head_VE)
+    other = draft[0].state_dict() | {"head_ids": torch.arange(200) + 50}
+    built.load_state_dict(other)  # as a resumed run does
+    assert torch.equal(built.drafting_head_NE, TARGET.head_VE[50:250])
+
+
 def test_its_data_path_carries_our_features(features: Path) -> None:
     batch = batch_of(features)
     assert batch.tensors["target_key"].shape == (2, 23, TARGET.spec.num_kv_heads, TARGET.spec.head_dim)

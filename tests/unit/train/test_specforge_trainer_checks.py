@@ -1,0 +1,58 @@
+"""What SpecForge's trainer does not have is refused before any work, and a changed recipe does not reuse old features."""
+
+from pathlib import Path
+
+import pytest
+
+from longdraft.errors import UserError
+from longdraft.schema import validate
+from longdraft.train.config import TrainSettings
+from longdraft.train.specforge_seam.trainer import Places, check, keep_trajectory, run_config
+
+
+def settings(**sections: dict[str, object]) -> TrainSettings:
+    base: dict[str, dict[str, object]] = {"target": {"path": "tiny-random:llama"}, "data": {"train": "x.jsonl"}}
+    return validate(TrainSettings, {**base, **{n: {**base.get(n, {}), **v} for n, v in sections.items()}})
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "named"),
+    [
+        ("objective", {"name": "kl"}, "objective.name=kl"),
+        ("optim", {"name": "muon"}, "optim.name=muon"),
+        ("optim", {"schedule": "linear"}, "optim.schedule=linear"),
+        ("optim", {"min_ratio": 0.1}, "optim.min_ratio=0.1"),
+        ("data", {"packing": True}, "data.packing=True"),
+    ],
+)
+def test_a_setting_that_it_would_ignore_is_refused(section: str, value: dict[str, object], named: str) -> None:
+    check(settings(), "NO_SHARD")
+    with pytest.raises(UserError, match=named):
+        check(settings(**{section: value}), "NO_SHARD")
+
+
+def test_a_recipe_becomes_its_run_config(tmp_path: Path) -> None:
+    s = settings(
+        schedule={"max_steps": 6, "micro_batch": 2, "accumulate": 3},
+        optim={"lr": 1e-3, "clip": 0.7, "schedule": "constant"},
+        run={"name": "r", "seed": 9},
+        data={"max_length": 99},
+    )
+    config = run_config(s, Places(tmp_path), "FULL_SHARD")
+    t = config.training
+    assert (t.strategy, t.max_steps, t.batch_size, t.accumulation_steps) == ("longspec", 6, 2, 3)
+    assert (t.learning_rate, t.max_grad_norm, t.lr_scheduler, t.seed) == (1e-3, 0.7, "constant", 9)
+    assert (config.data.max_length, t.fsdp_sharding, t.resume_from) == (99, "FULL_SHARD", None)
+    assert config.model.draft_checkpoint_path == str(tmp_path / "initial")
+    (tmp_path / "checkpoints" / "r-step3").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "r-latest").symlink_to("r-step3")
+    resumed = run_config(s, Places(tmp_path), "FULL_SHARD")
+    assert resumed.training.resume_from == str(tmp_path / "checkpoints" / "r-step3")
+    assert resumed.model.draft_checkpoint_path is None
+
+
+def test_features_of_another_recipe_are_not_reused(tmp_path: Path) -> None:
+    keep_trajectory(settings(), Places(tmp_path))
+    keep_trajectory(settings(), Places(tmp_path))
+    with pytest.raises(UserError, match=r"positions\.anchors=2, but run"):
+        keep_trajectory(settings(positions={"anchors": 2}), Places(tmp_path))
