@@ -20,6 +20,7 @@ from longdraft.train.documents import Corpus
 from longdraft.train.engine import Engine, Group, StopSignal, build_engine
 from longdraft.train.evaluation import cut_prompts, evaluate
 from longdraft.train.features.reader import open_corpus
+from longdraft.train.memory_use import peak_memory_gib
 from longdraft.train.metering import Meter
 from longdraft.train.methods.build import build_method
 from longdraft.train.provenance import write_run_file
@@ -162,7 +163,8 @@ class Run:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(self._diagnosis(step, micros, losses, loss / max(supervised, 1), norm))
         self._count(step, micros, int(tokens), int(supervised))
-        newest = {"lr": rate, "grad_norm": norm, **self.method.figures(step)}
+        memory = peak_memory_gib(self.group.device)
+        newest = {"lr": rate, "grad_norm": norm, "memory_gib": memory, **self.method.figures(step)}
         meter.finish(loss, counts[:depths], counts[depths:], supervised, tokens, **newest)
         return following
 

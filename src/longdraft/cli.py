@@ -1,4 +1,4 @@
-"""longdraft train | capture | generate | serve | models | drafts | bench | demo
+"""longdraft train | capture | generate | serve | models | drafts | bench | dashboard | demo
 
 The one command line. Each command is imported when it is called, so that ``longdraft --help`` answers at once.
 """
@@ -85,8 +85,13 @@ def demo(argv: Argv) -> int:
     return _call("longdraft.bench.demo", argv)
 
 
+def dashboard(argv: Argv) -> int:
+    """show trainings: --run FOLDER ... as an HTML report, or --entity E --project P as a saved W&B view"""
+    return _call("longdraft.bench.dashboard.command", argv)
+
+
 COMMANDS: dict[str, Callable[[Argv], int]] = {
-    f.__name__: f for f in (train, capture, generate, serve, models, drafts, bench, demo)
+    f.__name__: f for f in (train, capture, generate, serve, models, drafts, bench, dashboard, demo)
 }
 
 
