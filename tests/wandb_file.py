@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ def records(path: Path) -> Iterator[Any]:
             continue
         _, length, kind = FRAGMENT.unpack_from(data, at)
         at += FRAGMENT.size
+        if at + length > len(data):
+            return
         parts += data[at : at + length]
         at += length
         if kind in (WHOLE, LAST):
@@ -40,10 +43,19 @@ class Stored:
     step_metrics: dict[str, str] = field(default_factory=dict)
 
 
+def finished(path: Path, seconds: float = 30) -> list[Any]:
+    """All messages of a run that has ended; W&B's own process may still be writing them."""
+    until = time.monotonic() + seconds
+    while not (found := list(records(path))) or not found[-1].HasField("exit"):
+        assert time.monotonic() < until, f"{path} holds no end after {seconds} s"
+        time.sleep(0.1)
+    return found
+
+
 def read(path: Path) -> Stored:
     """Everything that the tests look at."""
     stored = Stored()
-    for record in records(path):
+    for record in finished(path):
         if record.HasField("run"):
             stored.run_id = record.run.run_id
             stored.config |= _values(record.run.config.update)

@@ -46,9 +46,8 @@ def train(recipe: Path, *words: str) -> Path:
 
 
 def stored(run: Path) -> list[Stored]:
-    return [
-        read(path) for path in sorted((run / "wandb").glob("offline-run-*/*.wandb"), key=lambda p: p.stat().st_mtime)
-    ]
+    parts = [read(path) for path in (run / "wandb").glob("offline-run-*/*.wandb")]
+    return sorted(parts, key=lambda part: part.rows[0]["_step"])
 
 
 def test_a_resumed_run_continues_the_run_there_with_all_its_figures_and_no_secret(
