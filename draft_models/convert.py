@@ -1,9 +1,13 @@
 """``longdraft drafts import|export``: published drafts to our format and back; safetensors only."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
+
+if TYPE_CHECKING:
+    from longdraft.draft_models.kinds import AnyDraft
 
 
 def parser() -> argparse.ArgumentParser:
@@ -12,7 +16,9 @@ def parser() -> argparse.ArgumentParser:
     for name, what in (("import", "a published draft as a folder that trains on and is served"), ("export", "back")):
         command = commands.add_parser(name, help=what, description=what)
         command.add_argument("source", help="folder of the draft, or its safetensors file")
-        command.add_argument("--format", choices=["longspec"], default="longspec", help="the published layout")
+        command.add_argument(
+            "--format", choices=["longspec", "eagle3"], default="longspec", help="the published layout"
+        )
         command.add_argument("--target", required=True, help="folder or Hugging Face name of the target")
         command.add_argument("--output", required=True, help="folder to write")
     return top
@@ -39,21 +45,40 @@ def target_spec(name: str) -> TargetSpec:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; raises :class:`UserError`."""
-    from longdraft.draft_models.checkpoint import load_draft, save_draft
-    from longdraft.draft_models.longspec import LongSpecDraft
-    from longdraft.draft_models.longspec_import import export_longspec, import_longspec, published_facts
-
     args = parser().parse_args(argv)
     target = target_spec(args.target)
-    if args.command == "import":
-        draft = import_longspec(args.source, target)
-        save_draft(draft, args.output, args.target, published_facts(target))
-    else:
-        loaded = load_draft(args.source, target)
-        if not isinstance(loaded, LongSpecDraft):
-            raise UserError(f"{args.source} holds no LongSpec draft: give one, or another --format")
-        draft = loaded
-        export_longspec(draft, args.output)
+    draft = (_import if args.command == "import" else _export)(args, target)
     count = sum(p.numel() for p in draft.parameters())
-    print(f"{args.output}: {count:,} parameters, window {draft.config.settings.window}")
+    window = draft.config.settings.window or "none"
+    print(f"{args.output}: {count:,} parameters, window {window}")
     return 0
+
+
+def _import(args: argparse.Namespace, target: TargetSpec) -> "AnyDraft":
+    from longdraft.draft_models.checkpoint import save_draft
+    from longdraft.draft_models.eagle3_import import import_eagle3
+    from longdraft.draft_models.longspec_import import import_longspec, published_facts
+
+    if args.format == "longspec":
+        longspec = import_longspec(args.source, target)
+        save_draft(longspec, args.output, args.target, published_facts(target))
+        return longspec
+    eagle3 = import_eagle3(args.source, target)
+    save_draft(eagle3, args.output, args.target)
+    return eagle3
+
+
+def _export(args: argparse.Namespace, target: TargetSpec) -> "AnyDraft":
+    from longdraft.draft_models.checkpoint import load_draft
+    from longdraft.draft_models.eagle3_import import export_eagle3
+    from longdraft.draft_models.longspec import LongSpecDraft
+    from longdraft.draft_models.longspec_import import export_longspec
+
+    draft = load_draft(args.source, target)
+    if draft.config.kind != args.format:
+        raise UserError(f"{args.source} holds a draft of kind {draft.config.kind!r}: use --format {draft.config.kind}")
+    if isinstance(draft, LongSpecDraft):
+        export_longspec(draft, args.output)
+    else:
+        export_eagle3(draft, args.output)
+    return draft

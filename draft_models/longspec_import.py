@@ -5,22 +5,18 @@ mask, no final norm, and key and value projections in the cross-attention that n
 released training code). Legend: E hidden size, H query heads, K key/value heads, D head size.
 """
 
-import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from longdraft.draft_models.checkpoint import CONFIG, WEIGHTS, CheckpointError, read_weights
+from longdraft.draft_models.checkpoint import CheckpointError
 from longdraft.draft_models.config import LongSpecConfig, LongSpecSettings, TrainingFacts
 from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.published import published_weights, write_published
 from longdraft.draft_models.target import TargetSpec
 from longdraft.draft_models.windows import from_flash
 
-INDEX = "model.safetensors.index.json"
 WINDOW = from_flash((512, -1))
 TRAINED_LAGS, TRAINED_ANCHORS, TRAINED_LENGTH = (
     4,
@@ -50,7 +46,7 @@ def import_longspec(source: str | Path, target: TargetSpec) -> LongSpecDraft:
     Raises:
         CheckpointError: no safetensors, or a missing, unknown or mis-shaped weight.
     """
-    found = _layer(_published_weights(Path(source)), source)
+    found = _layer(published_weights(Path(source)), source)
     settings = LongSpecSettings(window=WINDOW, qkv_bias=True, cross_q_norm=False)
     with torch.device("meta"):
         shell = LongSpecDraft(LongSpecConfig(target, settings))
@@ -95,7 +91,7 @@ def export_longspec(draft: LongSpecDraft, folder: str | Path) -> None:
         CheckpointError: a draft that the released layer cannot hold, or a folder with something in it.
     """
     _refuse_unlike(draft)
-    t, folder = draft.config.target, Path(folder)
+    t = draft.config.target
     weights = {OURS_TO_THEIRS.get(n, n): w.detach().cpu().contiguous() for n, w in draft.state_dict().items()}
     like = weights["self_attn.k_proj.weight"]
     for attention in ("self_attn", "cross_attn"):
@@ -103,15 +99,7 @@ def export_longspec(draft: LongSpecDraft, folder: str | Path) -> None:
             name = f"{attention}.{which}_proj"
             weights.setdefault(f"{name}.weight", like.new_zeros(size * t.head_dim, t.hidden_size))
             weights.setdefault(f"{name}.bias", like.new_zeros(size * t.head_dim))
-    if folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(f"output {str(folder)!r} is not empty: give a new folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
-        ready = Path(work) / "ready"
-        ready.mkdir()
-        save_file(weights, ready / WEIGHTS, metadata={"format": "pt"})
-        (ready / CONFIG).write_text(json.dumps(_their_config(t, like.dtype), indent=1) + "\n")
-        os.replace(ready, folder)
+    write_published(folder, weights, _their_config(t, like.dtype))
 
 
 def _refuse_unlike(draft: LongSpecDraft) -> None:
@@ -149,27 +137,6 @@ def _their_config(t: TargetSpec, dtype: torch.dtype) -> dict[str, Any]:
         "tie_word_embeddings": t.tie_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
-
-
-def _published_weights(source: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file, or of a folder's one or several."""
-    if source.is_file():
-        if source.suffix != ".safetensors":
-            raise CheckpointError(f"{source} is no safetensors file: convert the draft to safetensors first")
-        return read_weights(source)
-    if (source / INDEX).is_file():
-        try:
-            shards = sorted(set(json.loads((source / INDEX).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise CheckpointError(f"{source / INDEX} is damaged: copy the draft again") from None
-        if unsafe := [name for name in shards if Path(name).name != name]:
-            raise CheckpointError(f"{source / INDEX} names {unsafe[0]!r} outside its folder: copy the draft again")
-        return {name: w for shard in shards for name, w in read_weights(source / shard).items()}
-    if not (source / WEIGHTS).is_file():
-        pickled = next((p.name for p in sorted(source.glob("*.bin"))), None) if source.is_dir() else None
-        found = f"only {pickled}, which is not read (it can run code)" if pickled else "none"
-        raise CheckpointError(f"draft {str(source)!r} needs {WEIGHTS}, it has {found}: convert it to safetensors first")
-    return read_weights(source / WEIGHTS)
 
 
 def _layer(weights: dict[str, torch.Tensor], source: str | Path) -> dict[str, torch.Tensor]:
