@@ -40,10 +40,13 @@ PACKAGES = (
     "datasets",
     "aiohttp",
 )
-HELD_OUT_CODE = ("statistics.py", "tarfile.py", "turtle.py", "typing.py", "doctest.py", "pickle.py")
-HELD_OUT_EACH = 6  # longest documents of every JSONL file
-EXCERPTS = ((200, 1200, 0.5), (1200, 5000, 0.26), (5000, 12000, 0.12), (12000, 26000, 0.12))  # characters, share
-KINDS = {"code": 0.35, "prose": 0.15, "book": 0.2}  # share of the excerpts; the JSONL files divide the rest
+HELD_OUT_CODE = 20  # longest modules of the standard library
+HELD_OUT_LENGTH = 45000  # characters that a held-out document of a JSONL file has at least
+LONGEST = 33000  # characters of a training record: a full context of the demo's model
+RECORDS = {"code": 1500, "book": 600, "prose": 500}  # stretches of each kind; every JSONL file gives EACH_FILE
+EACH_FILE = 700
+CHATS = 4000
+CHAT_LENGTHS = ((200, 1200, 0.6), (1200, 5000, 0.3), (5000, 20000, 0.1))  # characters, share
 TASKS = (
     "Summarize the following text in a few sentences.",
     "What is the following text about? List its main points.",
@@ -54,7 +57,6 @@ TASKS = (
     "Rewrite the following text in simple words.",
     "What does the following do, and how would you improve it?",
 )
-CHAT_SHARE = 0.4
 
 
 @dataclass(frozen=True)
@@ -109,47 +111,55 @@ def jsonl_sources(path: Path) -> list[Source]:
 
 def collect(books: Path | None, files: list[Path], rng: random.Random) -> tuple[list[Source], list[Source]]:
     """Training and held-out documents."""
-    heldout = [Source(name, "code", module_text(name)) for name in HELD_OUT_CODE]
+    library = sorted((Source(n, "code", t) for n, t in source_documents() if len(t) > 1500), key=lambda s: -len(s.text))
+    heldout, train = library[:HELD_OUT_CODE], library[HELD_OUT_CODE:]
     demo = [Source(name, "demo", module_text(name)) for name in HELD_OUT_MODULES]
     demo += [Source(name, "demo", topic_text(name)) for name in HELD_OUT_TOPICS]
-    train = [Source(n, "code", t) for n, t in source_documents() if n not in HELD_OUT_CODE and len(t) > 1500]
     train += [Source(n, "prose", t) for n, t in topic_documents() + description_documents() if len(t) > 1500]
     train += package_sources(400, rng)
     for path in files:
-        rows = sorted(jsonl_sources(path), key=lambda s: -len(s.text))
-        heldout += rows[:HELD_OUT_EACH]
-        train += rows[HELD_OUT_EACH:]
+        rows = jsonl_sources(path)
+        heldout += [s for s in rows if len(s.text) >= HELD_OUT_LENGTH]
+        train += [s for s in rows if len(s.text) < HELD_OUT_LENGTH]
     if books is not None:
         train += bible_sources(books)
     hidden = set().union(*(paragraphs(s.text) for s in heldout + demo))
     return [s for s in train if not paragraphs(s.text) & hidden], heldout
 
 
-def excerpts(train: list[Source], count: int, rng: random.Random) -> Iterator[tuple[Source, str]]:
-    """Stretches of the documents from line starts, of mixed lengths."""
+def stretch(source: Source, length: int, rng: random.Random) -> str:
+    """So many characters of a document, from a line's start."""
+    begin = rng.randint(0, max(len(source.text) - length, 0))
+    if begin and (line := source.text.find("\n", begin, begin + 200)) > 0:
+        begin = line + 1
+    return source.text[begin : begin + length]
+
+
+def by_kind(train: list[Source]) -> dict[str, list[Source]]:
     kinds: dict[str, list[Source]] = {}
     for source in train:
         kinds.setdefault(source.kind, []).append(source)
-    names, weights = sorted(kinds), [share for *_, share in EXCERPTS]
-    rest = (1 - sum(KINDS.values())) / max(len(kinds.keys() - KINDS.keys()), 1)
-    shares = [KINDS.get(name, rest) for name in names]
-    for _ in range(count):
-        low, high, _ = rng.choices(EXCERPTS, weights)[0]
-        length = rng.randint(low, high)
-        pool = kinds[rng.choices(names, shares)[0]]
-        source = rng.choices(pool, [len(s.text) for s in pool])[0]
-        begin = rng.randint(0, max(len(source.text) - length, 0))
-        if begin and (line := source.text.find("\n", begin, begin + 200)) > 0:
-            begin = line + 1
-        yield source, source.text[begin : begin + length]
+    return dict(sorted(kinds.items()))
 
 
-def prompt_record(source: Source, text: str, rng: random.Random) -> dict[str, object]:
-    """A document to continue, or a question about it."""
-    if rng.random() >= CHAT_SHARE:
-        return {"name": source.name, "text": text}
-    content = f"{rng.choice(TASKS)}\n\n{text}" if rng.random() < 0.8 else f"{text}\n\n{rng.choice(TASKS)}"
-    return {"name": source.name, "conversations": [{"role": "user", "content": content}]}
+def document_records(train: list[Source], rng: random.Random) -> Iterator[dict[str, object]]:
+    """Long stretches, which prompts are cut from; long documents give more."""
+    for kind, pool in by_kind(train).items():
+        chosen = rng.choices(pool, [len(s.text) for s in pool], k=RECORDS.get(kind, EACH_FILE))
+        for source in chosen:
+            yield {"name": source.name, "text": stretch(source, LONGEST, rng)}
+
+
+def chat_records(train: list[Source], rng: random.Random) -> Iterator[dict[str, object]]:
+    """Questions about shorter stretches, kinds in equal parts."""
+    kinds = by_kind(train)
+    for _ in range(CHATS):
+        pool = kinds[rng.choice(list(kinds))]
+        low, high, _ = rng.choices(CHAT_LENGTHS, [share for *_, share in CHAT_LENGTHS])[0]
+        text = stretch(rng.choices(pool, [len(s.text) for s in pool])[0], rng.randint(low, high), rng)
+        task = rng.choice(TASKS)
+        content = f"{task}\n\n{text}" if rng.random() < 0.8 else f"{text}\n\n{task}"
+        yield {"conversations": [{"role": "user", "content": content}]}
 
 
 def write_lines(path: Path, rows: list[dict[str, object]]) -> None:
@@ -161,18 +171,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--books", type=Path, help="folder of pythonbible wheels")
     parser.add_argument("--documents", type=Path, nargs="*", default=[], help="JSONL files with a text field")
-    parser.add_argument("--prompts", type=int, default=16000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     rng = random.Random(args.seed)
     train, heldout = collect(args.books, args.documents, rng)
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = [prompt_record(source, text, rng) for source, text in excerpts(train, args.prompts, rng)]
+    rows = [*document_records(train, rng), *chat_records(train, rng)]
+    rng.shuffle(rows)
     write_lines(args.out / "prompts.jsonl", rows)
     write_lines(args.out / "heldout.jsonl", [{"name": s.name, "kind": s.kind, "text": s.text} for s in heldout])
     listing = {"seed": args.seed, "train": [s.entry for s in train], "heldout": [s.entry for s in heldout]}
     (args.out / "sources.json").write_text(json.dumps(listing, indent=1) + "\n")
-    print(f"{len(rows)} prompts from {len(train)} documents, {len(heldout)} held out, in {args.out}", file=sys.stderr)
+    print(f"{len(rows)} records from {len(train)} documents, {len(heldout)} held out, in {args.out}", file=sys.stderr)
     return 0
 
 

@@ -139,7 +139,7 @@ def engine_arguments(settings: GenerateSettings, device: torch.device) -> dict[s
         "log_level": "warning",
     }
     base = CPU_ARGUMENTS if device.type == "cpu" else {}
-    return base | fixed | {k: v for k, v in given.items() if v is not None}
+    return base | own.arguments | fixed | {k: v for k, v in given.items() if v is not None}
 
 
 class TransformersBackend:

@@ -54,6 +54,9 @@ class SglangSettings(Settings):
     max_running_requests: int | None = Field(None, ge=1, description="None: as many as the cache holds")
     tensor_parallel: int = Field(1, ge=1, description="GPUs that share one model")
     data_parallel: int = Field(1, ge=1, description="models that share the prompts")
+    arguments: dict[str, bool | int | float | str] = Field(
+        {}, description="further arguments of sglang.Engine, such as {max_total_tokens: 500000}"
+    )
     deterministic: bool = Field(
         False, description="batch-invariant kernels and a seed for each prompt: the same output every time, slower"
     )
