@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from longdraft.draft_models.config import LongSpecSettings
+from longdraft.draft_models.eagle3_config import Eagle3Settings
 from longdraft.errors import UserError
 from longdraft.schema import Settings
 
@@ -34,7 +35,7 @@ class RecipeSettings(Settings):
 
 class TargetSettings(Settings):
     path: str = Field(
-        description="folder or Hugging Face name; tiny-random:llama|qwen2|qwen3 builds a tiny one in memory"
+        description="folder or Hugging Face name; tiny-random:llama|qwen2|qwen3 builds a tiny one in memory, tiny-random:llama:4 one of four layers"
     )
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -49,8 +50,13 @@ class TargetSettings(Settings):
 
 
 class DraftSettings(LongSpecSettings):
+    arch: Literal["longspec", "eagle3"] = Field(
+        "longspec", description="eagle3 takes its architecture from section eagle3 and its objective from ttt"
+    )
     init: Literal["random", "target"] = Field(
-        "random", description="first weights; target: the target's first layer, which already reads token embeddings"
+        "random",
+        description="first weights; target: the target's first layer, which already reads token embeddings "
+        "(eagle3: the rows of its head and its last norm)",
     )
     init_from: str | None = Field(None, description="draft folder whose weights and architecture the run starts from")
 
@@ -166,6 +172,20 @@ class LagSettings(Settings):
         return self
 
 
+class TttSettings(Settings):
+    steps: int = Field(
+        7, ge=1, description="K of EAGLE-3's training-time test; the deepest draft step that will be served"
+    )
+    decay: float = Field(0.8, gt=0, le=1, description="weight of a step's loss against the step before")
+    out_of_vocab: Literal["drop", "keep"] = Field(
+        "drop", description="rows whose target choice the draft cannot name; they always count as misses"
+    )
+    recompute: bool = Field(True, description="compute projections and MLP again in the backward pass")
+    compat: Literal["none", "specforge-0.2.0"] = Field(
+        "none", description="specforge-0.2.0: its loss mask (not shifted) and its mean over all rows"
+    )
+
+
 class OptimSettings(Settings):
     name: Literal["adamw", "muon"] = Field(
         "adamw", description="muon: orthogonalised momentum for matrices, AdamW for the rest; learns more a token"
@@ -241,6 +261,8 @@ class TrainSettings(Settings):
     features: FeatureSettings = FeatureSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     lag: LagSettings = LagSettings()
+    eagle3: Eagle3Settings = Eagle3Settings()
+    ttt: TttSettings = TttSettings()
     optim: OptimSettings = OptimSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -256,6 +278,7 @@ class TrainSettings(Settings):
                 f"target.attn={self.target.attn} with offsets needs positions.anchors of 1 or more in every document "
                 "(random_anchors draws 0 too), or use sdpa"
             )
+        self._refuse_other_archs()
         v, e = self.views, self.evaluation
         least = v.sinks + (v.window + v.block if e.view == "mass" else 1)
         if e.context is not None and e.context < least:
@@ -276,6 +299,22 @@ class TrainSettings(Settings):
             )
         return self
 
+    def _refuse_other_archs(self) -> None:
+        """What is set for another draft than this one would be ignored without a word."""
+        if self.draft.arch == "longspec":
+            set_here = [s for s in ("eagle3", "ttt") if getattr(self, s).model_fields_set]
+            if set_here:
+                raise ValueError(f"section {set_here[0]} is EAGLE-3's: set draft.arch=eagle3, or remove it")
+            return
+        own = self.draft.model_fields_set - {"arch", "init", "init_from"}
+        found = [f"draft.{name}" for name in sorted(own)] + [s for s in ("lag",) if self.lag.model_fields_set]
+        if found:
+            raise ValueError(f"{found[0]} is LongSpec's: with draft.arch=eagle3 use the sections eagle3 and ttt")
+        if self.objective.name != "ce":
+            raise ValueError(f"objective.name={self.objective.name!r} is LongSpec's: EAGLE-3 learns the distribution")
+        if self.views.share or self.evaluation.context is not None:
+            raise ValueError("views.share and evaluation.context are LongSpec's: an EAGLE-3 draft reads its own cache")
+
     @property
     def folder(self) -> Path:
         """The run's own folder."""
@@ -283,11 +322,13 @@ class TrainSettings(Settings):
 
     @property
     def eval_steps(self) -> int:
-        return self.evaluation.steps or self.lag.max
+        return self.evaluation.steps or (self.lag.max if self.draft.arch == "longspec" else self.ttt.steps)
 
     @property
     def read_features(self) -> list[str]:
         """What the draft and its objective read of the target, in the words of ``features.store``."""
+        if self.draft.arch == "eagle3":
+            return ["aux", "hidden"]
         teaches = self.objective.name != "ce" or self.draft.fit_tokens > 0
         return ["kv", "hidden"] if teaches else ["kv"]
 
@@ -298,7 +339,7 @@ class TrainSettings(Settings):
 
     def trajectory(self) -> dict[str, Any]:
         """Dotted settings that decide the weights; a resumed run must not change them."""
-        sections = ("target", "draft", "data", "positions", "views", "objective", "lag", "optim")
+        sections = ("target", "draft", "data", "positions", "views", "objective", "lag", "eagle3", "ttt", "optim")
         flat = {f"{s}.{k}": v for s in sections for k, v in getattr(self, s).model_dump(mode="json").items()}
         for key in ("target.max_batch_tokens", "target.trust_remote_code", "target.shard", "data.eval"):
             del flat[key]

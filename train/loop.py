@@ -148,13 +148,17 @@ class Run:
         meter.start()
         micros, self.cursor = ahead.result()
         following = pool.submit(self.stream.window, self.cursor)
-        supervised, tokens = self.group.totals(sum(m.supervised for m in micros), sum(len(m.id_T) for m in micros))
+        supervised, tokens, divisor = self.group.totals(
+            sum(m.supervised for m in micros),
+            sum(len(m.id_T) for m in micros),
+            sum(self.method.denominator(m) for m in micros),
+        )
         losses, depths = [], self.method.depths
         counts_2K = torch.zeros(2, depths, dtype=torch.int64, device=self.group.device)
         for micro in micros:
             out = self.engine.loss(micro.to(self.group.device), step)
             # Over all supervised tokens of the step, so no split into ranks or micro-batches changes a token's weight.
-            self.engine.backward(out.loss / supervised)
+            self.engine.backward(out.loss / divisor)
             losses.append(out.loss.detach())
             counts_2K += torch.stack([out.hits_K, out.rows_K])
         rate = s.optim.rate(step, s.schedule.max_steps)

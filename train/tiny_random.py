@@ -43,20 +43,21 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
-    """Config of a tiny ``llama``, ``qwen2`` or ``qwen3``; ``changes`` replace its fields.
+    """Config of a tiny ``llama``, ``qwen2`` or ``qwen3``; ``changes`` replace its fields, ``llama:4`` has four layers.
 
     Raises:
         UserError: another family.
     """
+    family, _, layers = family.partition(":")
     classes = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-    if family not in classes:
+    if family not in classes or not (layers or "2").isdecimal():
         raise UserError(
-            f"target.path='{PREFIX}{family}' is not a tiny target: use one of {', '.join(PREFIX + f for f in classes)}"
+            f"target.path='{PREFIX}{family}{layers and ':' + layers}' is not a tiny target: use one of {', '.join(PREFIX + f for f in classes)}"
         )
     fields: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": int(layers or 2),
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32 if family == "qwen3" else 16,  # qwen3: heads * head_dim is not the hidden size

@@ -133,7 +133,8 @@ def aux_layers(settings: TrainSettings, spec: TargetSpec) -> list[int]:
     Raises:
         UserError: the target is too small, or has no such layer.
     """
-    layers = list(settings.features.aux_layers or default_aux_layers(spec.num_layers))
+    own = settings.eagle3.aux_layers if settings.draft.arch == "eagle3" else None
+    layers = list(settings.features.aux_layers or own or default_aux_layers(spec.num_layers))
     if not 0 <= layers[0] < layers[1] < layers[2] < spec.num_layers - 1:
         raise UserError(
             f"features.aux_layers={layers}: give three ascending layers from 0 to {spec.num_layers - 2}, the last but one"

@@ -55,6 +55,14 @@ class Method(nn.Module, ABC):
             step: the global step, counted from 1; with the seed it decides every random choice.
         """
 
+    def denominator(self, batch: Packed) -> int:
+        """What a micro-batch adds to the number by which the global step's loss is divided: its supervised rows."""
+        return batch.supervised
+
+    def external_parameters(self) -> list[nn.Parameter]:
+        """Weights that the forward pass reads outside of their own module's; an engine that shards weights must know."""
+        return []
+
     def figures(self, step: int) -> dict[str, float]:
         """What a log row says of a step beside loss and accuracy."""
         return {}

@@ -4,9 +4,11 @@ from typing import Any
 
 from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Documents
+from longdraft.train.eagle3_weights import build_eagle3
 from longdraft.train.engine import Group
 from longdraft.train.first_weights import build_draft, fit, rank_head
 from longdraft.train.methods.base import Method
+from longdraft.train.methods.eagle3 import Eagle3Method
 from longdraft.train.methods.longspec import LongSpecMethod
 from longdraft.train.target import FrozenTarget
 
@@ -37,6 +39,9 @@ def build_method(
     Raises:
         UserError: a draft to start from, or a target, that does not fit.
     """
+    if settings.draft.arch == "eagle3":
+        eagle3, said = build_eagle3(settings, target, corpus, tokenizer)
+        return Eagle3Method(settings, target, eagle3), said
     draft = build_draft(settings, target)
     rank_head(draft, settings, corpus, tokenizer)
     rows = 0 if resumed else fit(draft, target, settings, corpus, limit, group)

@@ -1,0 +1,83 @@
+"""An EAGLE-3 draft's first weights: from the seed, the target's head, or another draft whose vocabulary stays."""
+
+from typing import Any
+
+import torch
+
+from longdraft.draft_models.checkpoint import load_draft
+from longdraft.draft_models.eagle3 import Eagle3Draft
+from longdraft.draft_models.eagle3_config import Eagle3Config, Eagle3Settings
+from longdraft.errors import UserError
+from longdraft.train.config import TrainSettings
+from longdraft.train.documents import Documents
+from longdraft.train.ranked_head import DOCUMENTS
+from longdraft.train.target import FrozenTarget, resolve_dtype
+from longdraft.train.vocabulary import count_tokens
+
+ADAPTABLE = {"rope", "window", "sinks", "max_position"}  # what a warm start may change: no weight depends on it
+
+
+def build_eagle3(
+    settings: TrainSettings, target: FrozenTarget, corpus: Documents, tokenizer: Any
+) -> tuple[Eagle3Draft, str]:
+    """The draft in its training dtype, bound to the target, and a line for people.
+
+    A warm start keeps the folder's vocabulary: another order of the same head would be noise.
+
+    Raises:
+        UserError: a folder to start from that does not fit, or settings that would change its weights' meaning.
+    """
+    dtype = resolve_dtype(settings.engine.dtype, target.device)
+    if settings.draft.init_from is not None:
+        draft, said = _warm_start(settings, target)
+    else:
+        torch.manual_seed(settings.run.seed)
+        draft = Eagle3Draft(Eagle3Config(target.spec, settings.eagle3))
+        said = _choose_vocabulary(draft, settings, corpus, tokenizer)
+        if settings.draft.init == "target":
+            _copy_head(draft, target)
+    frequencies = draft.rotary.inverse
+    draft = draft.to(device=target.device, dtype=dtype)
+    draft.rotary.inverse = frequencies.to(target.device)  # a cast to 16 bit would bend far positions
+    return draft.train().bind(target.embedding_VE, target.head_VE), said
+
+
+def _warm_start(settings: TrainSettings, target: FrozenTarget) -> tuple[Eagle3Draft, str]:
+    folder = settings.draft.init_from
+    assert folder is not None
+    loaded = load_draft(folder, target.spec, torch.float32)
+    if not isinstance(loaded, Eagle3Draft):
+        raise UserError(f"draft.init_from={folder!r} holds a LongSpec draft: give an EAGLE-3 draft, or set draft.arch")
+    given = {name: getattr(settings.eagle3, name) for name in settings.eagle3.model_fields_set}
+    was = loaded.config.settings
+    changed = {name: value for name, value in given.items() if getattr(was, name) != value}
+    if fixed := sorted(changed.keys() - ADAPTABLE):
+        raise UserError(
+            f"eagle3.{fixed[0]}={changed[fixed[0]]!r}, the draft in {folder!r} has {getattr(was, fixed[0])!r}: "
+            "leave it out, or train without draft.init_from"
+        )
+    if not changed:
+        return loaded, ""
+    adapted = Eagle3Settings.model_validate(was.model_dump() | {k: getattr(settings.eagle3, k) for k in changed})
+    draft = Eagle3Draft(Eagle3Config(target.spec, adapted))
+    draft.load_state_dict(loaded.state_dict())
+    return draft, f"the draft of {folder} goes on with another {', '.join(sorted(changed))}"
+
+
+def _choose_vocabulary(draft: Eagle3Draft, settings: TrainSettings, corpus: Documents, tokenizer: Any) -> str:
+    """The most frequent supervised tokens; ranks agree, since nothing is random. Specials end turns and are always in."""
+    size, whole = draft.config.vocab_size, draft.config.target.vocab_size
+    if size == whole:
+        return ""
+    documents = (corpus[index] for index in range(min(len(corpus), DOCUMENTS)))
+    counted = count_tokens(documents, whole, settings.objective.rows == "all")
+    chosen_N = counted.top(size, tokenizer.all_special_ids)
+    draft.choose_vocabulary(chosen_N)
+    return f"a draft vocabulary of {size:,} tokens covers {counted.coverage(chosen_N):.1%} of the supervised text"
+
+
+@torch.no_grad()
+def _copy_head(draft: Eagle3Draft, target: FrozenTarget) -> None:
+    """The target's own rows of the head, and the norm that they expect before them."""
+    draft.lm_head.weight.copy_(target.head_VE[draft.target_ids.to(target.device)])
+    draft.norm.weight.copy_(target.model.base_model.norm.weight)
