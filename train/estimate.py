@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from longdraft.draft_models.config import LongSpecConfig
+from longdraft.draft_models.eagle3 import Eagle3Draft
+from longdraft.draft_models.eagle3_config import Eagle3Config
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.target import TargetSpec
 from longdraft.train.checkpoints import Checkpoints, check_trajectory
@@ -41,8 +43,15 @@ def count_parameters(config: Any, spec: TargetSpec, settings: TrainSettings) -> 
 
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.target.trust_remote_code)
-        draft = LongSpecDraft(LongSpecConfig(spec, settings.draft.architecture))
+        draft = draft_of(spec, settings)
     return sum(p.numel() for p in target.parameters()), sum(p.numel() for p in draft.parameters())
+
+
+def draft_of(spec: TargetSpec, settings: TrainSettings) -> LongSpecDraft | Eagle3Draft:
+    """The draft that the settings describe, untrained."""
+    if settings.draft.arch == "eagle3":
+        return Eagle3Draft(Eagle3Config(spec, settings.eagle3))
+    return LongSpecDraft(LongSpecConfig(spec, settings.draft.architecture))
 
 
 def estimate_memory(
@@ -66,7 +75,11 @@ def estimate_memory(
     wide, narrow = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     hidden, inner = spec.hidden_size, spec.intermediate_size
     kept = item_draft * (12 * hidden + 4 * inner + 8 * wide + 6 * narrow) + 4 * 3 * (2 * wide + narrow)
-    scored = settings.draft.head_tokens or spec.vocab_size
+    eagle3 = settings.draft.arch == "eagle3"
+    scored = (settings.eagle3.draft_vocab_size if eagle3 else settings.draft.head_tokens) or spec.vocab_size
+    if eagle3:
+        # Every step keeps what enters its projections and MLP and its own keys; the features are three hidden rows.
+        kept = item_draft * (12 * hidden + settings.ttt.steps * (5 * hidden + 3 * wide + 2 * narrow))
     logits = min(tokens, settings.objective.chunk) * scored * (24 if settings.objective.name == "kl" else 12)
     cache = 2 * narrow * item_target
     at_once = min(tokens, max(settings.target.max_batch_tokens, settings.data.max_length))
@@ -101,10 +114,7 @@ def plan_text(settings: TrainSettings, world: int) -> str:
         "recipe": _recipe(settings),
         "run": f"{settings.run.name} in {settings.folder} ({_state(settings)})",
         "target": f"{settings.target.path}: {_shapes(spec)}, {parameters[0]:,} parameters",
-        "draft": (
-            f"longspec: window {settings.draft.window}, lags {settings.lag.min}..{settings.lag.max}, "
-            f"{parameters[1]:,} parameters, objective {settings.objective.name}"
-        ),
+        "draft": f"{_draft(settings)}, {parameters[1]:,} parameters",
         "data": f"{', '.join(as_list(settings.data.train))}; truncation {settings.data.truncation}",
         "positions": offsets,
         "views": f"{budgets}, {views.recent:.0%} of them without random blocks" if views.share else "none",
@@ -120,6 +130,17 @@ def plan_text(settings: TrainSettings, world: int) -> str:
         "time": _time(settings),
     }
     return "\n".join(f"{name:<10} {text}" for name, text in lines.items())
+
+
+def _draft(settings: TrainSettings) -> str:
+    if settings.draft.arch == "eagle3":
+        own, ttt = settings.eagle3, settings.ttt
+        vocabulary = own.draft_vocab_size or "the target's"
+        return (
+            f"eagle3: vocabulary {vocabulary}, window {own.window or 'none'}, {ttt.steps} steps of training-time test"
+        )
+    lags = f"lags {settings.lag.min}..{settings.lag.max}"
+    return f"longspec: window {settings.draft.window}, {lags}, objective {settings.objective.name}"
 
 
 def _shapes(spec: TargetSpec) -> str:

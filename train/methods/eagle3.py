@@ -40,7 +40,9 @@ class Eagle3Method(Method):
         return len(batch.id_T) if self.forge else batch.supervised
 
     def external_parameters(self) -> list[nn.Parameter]:
-        return [self.draft.lm_head.weight]
+        weight = self.draft.lm_head.weight
+        assert isinstance(weight, nn.Parameter)
+        return [weight]
 
     def facts(self, facts: TrainingFacts) -> TrainingFacts:
         anchors = self.settings.positions.anchors
