@@ -64,8 +64,11 @@ def trials(shape: str, device: str) -> list[Job]:
 
 
 def fallback(job: Job, trial: dict[str, Any]) -> Job | None:
-    """What to try where SpecForge failed otherwise than by memory: DDP, then attention that is no compiled kernel."""
-    if job.side != "specforge" or "error" not in trial or job.device == "cpu":
+    """What to try where SpecForge failed otherwise than by memory or time: DDP, then attention that is no compiled kernel.
+
+    A trial that ran out of time is tried again by the next call, with the kernels that this one compiled.
+    """
+    if job.side != "specforge" or "error" not in trial or "timeout_s" in trial or job.device == "cpu":
         return None
     if job.sharding != "NO_SHARD":
         return replace(job, sharding="NO_SHARD")

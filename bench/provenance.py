@@ -6,7 +6,7 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-LIBRARIES = ("longdraft", "sglang", "torch", "transformers")
+LIBRARIES = ("longdraft", "sglang", "specforge", "torch", "transformers", "triton")
 
 
 def git_commit() -> str | None:

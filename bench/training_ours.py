@@ -71,7 +71,8 @@ def running_target(shape: Shape, weights: dict[str, torch.Tensor], device: torch
 
 def build_draft(work: Path, shape: Shape, target: FrozenTarget) -> Eagle3Draft:
     """The draft in bf16 with the first weights that SpecForge's side loads."""
-    draft = Eagle3Draft(Eagle3Config(target.spec, Eagle3Settings(draft_vocab_size=shape.draft_vocab)))
+    with target.device:
+        draft = Eagle3Draft(Eagle3Config(target.spec, Eagle3Settings(draft_vocab_size=shape.draft_vocab)))
     state = torch.load(work / "first_weights" / "training_state.pt", weights_only=True)["draft_state_dict"]
     draft.load_state_dict(state)
     frequencies = draft.rotary.inverse

@@ -132,6 +132,7 @@ def test_running_out_of_memory_is_a_result_and_other_errors_bring_their_tracebac
     assert out["error"] == "RuntimeError: no kernel" and "raise RuntimeError" in "".join(out["traceback"])
     ddp = fallback(job, out)
     assert ddp is not None and ddp.sharding == "NO_SHARD" and ddp.name == "specforge_answers_ddp_32k"
+    assert fallback(job, out | {"timeout_s": 90}) is None
     plain = fallback(ddp, out)
     assert plain is not None and plain.attention == "sdpa" and fallback(plain, out) is None
 
