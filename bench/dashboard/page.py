@@ -160,4 +160,6 @@ def _compare(columns: Sequence[tuple[str, dict[str, Any]]], mark: bool = False) 
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if value is None or isinstance(value, str):
+        return value or "none"
+    return json.dumps(value, ensure_ascii=False)

@@ -17,7 +17,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 DASHES = ("solid", "dashed", "dotted", "dashdot", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 3)))
 MARKERS = "osD^vPX"
 INK, FAINT = "#010203", "#040506"  # stand for the page's own colours in an SVG
-SHORT = 40  # a line of fewer points shows each of them
+SHORT = 25  # a line of fewer points shows each of them
 COLUMNS = 4
 
 
@@ -38,7 +38,7 @@ def draw(axes: Any, panel: Panel, runs: Sequence[RunLog]) -> None:
     lowest, highest = math.inf, -math.inf
     for i, run in enumerate(runs):
         for label, points in ((label, p) for series in panel.series for label, p in run.lines(series).items()):
-            style = _style(i if len(runs) > 1 else labels.index(label), labels.index(label), points)
+            style = _style(i if len(runs) > 1 else labels[label], labels[label], points)
             values = [value * scale for _, value in points]
             axes.plot([step for step, _ in points], values, **style)
             finite = [value for value in values if math.isfinite(value)]
@@ -53,10 +53,14 @@ def draw(axes: Any, panel: Panel, runs: Sequence[RunLog]) -> None:
         _legend(axes, labels, several=len(runs) > 1)
 
 
-def _labels(panel: Panel, runs: Sequence[RunLog]) -> list[str]:
-    """Of all lines, by series and then by depth: a run's first step may not have the first depth."""
-    found = {label: i for run in runs for i, series in enumerate(panel.series) for label in run.lines(series)}
-    return sorted(found, key=lambda label: (found[label], len(label), label))
+def _labels(panel: Panel, runs: Sequence[RunLog]) -> dict[str, int]:
+    """Of all lines that have figures, in order, each with its place in the list: a bucket looks alike in every panel."""
+    places: dict[str, int] = {}
+    for i, series in enumerate(panel.series):
+        for run in runs:
+            for label in run.lines(series):
+                places[label] = i + (int(label.rsplit(" ", 1)[1]) - 1 if series.deep else 0)
+    return dict(sorted(places.items(), key=lambda item: item[1]))
 
 
 def _style(colour: int, dash: int, points: Points) -> dict[str, Any]:
@@ -82,16 +86,16 @@ def _scale(axes: Any, panel: Panel, lowest: float, highest: float) -> None:
         axes.set_ylim(panel.floor, panel.floor + (min(room, 103.0) if panel.unit == "%" else room))
 
 
-def _legend(axes: Any, labels: list[str], several: bool) -> None:
+def _legend(axes: Any, labels: dict[str, int], several: bool) -> None:
     """Below the axes, where it covers no figure."""
     from matplotlib.lines import Line2D
 
     handles = []
-    for i in range(len(labels)):
-        style = _style(i, i, [])
+    for place in labels.values():
+        style = _style(place, place, [])
         handles.append(Line2D([], [], **(style | {"color": INK} if several else style)))
     axes.legend(
-        handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(len(labels), 5), frameon=False
+        handles, list(labels), loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=min(len(labels), 5), frameon=False
     )
 
 

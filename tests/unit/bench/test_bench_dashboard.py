@@ -182,6 +182,23 @@ def test_a_picture_draws_the_logs_points(tmp_path: Path) -> None:
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_bucket_looks_alike_in_every_panel(tmp_path: Path) -> None:
+    """Also where a bucket before it has no figures."""
+    from matplotlib.figure import Figure
+
+    folder = write_run(tmp_path / "r")
+    row = evaluation_row(1, 2.0)
+    row["buckets"] = {"2K-8K": row["buckets"]["all"] | {"tau": None}, "all": row["buckets"]["all"]}
+    (folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
+    looks = []
+    for panel in (p for p in PANELS if p.title.startswith(("τ with the bonus", "Looping"))):
+        axes = Figure().subplots()
+        draw(axes, panel, [read_run(folder, "r")])
+        looks.append((axes.lines[-1].get_color(), axes.lines[-1].get_marker(), len(axes.lines)))
+    assert looks[0][:2] == looks[1][:2]
+    assert [count for *_, count in looks] == [1, 2]
+
+
 def test_a_report_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
     """One row, no evaluation, no run.yaml, figures that are not there or not finite."""
     (tmp_path / "r").mkdir()
