@@ -90,7 +90,7 @@ def forward_ttt(
     last_N = torch.empty_like(row_N)
     for first, last, document in rows.documents:
         last_N[first:last] = next(end for end in cu if end > document) - 1
-    hidden_TE = draft.fuse(aux_TA)
+    hidden_TE = run(draft.fuse, aux_TA)
     # The last row of a document has no next token; no other row sees what it makes of the one that stands there.
     k_TKD, v_TKD = run(shared, hidden_TE, id_T.roll(-1), position_T)
     hidden_NE, own_k, own_v = hidden_TE[row_N], list[torch.Tensor](), list[torch.Tensor]()

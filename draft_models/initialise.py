@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.longspec import LongSpecDraft
 
 
@@ -43,6 +44,23 @@ def initialise_from_target(draft: LongSpecDraft, model: Any) -> list[str]:
     copied = [name for to, source in pairs for name in _copy(draft, to, source)]
     draft.cross_attn.o_proj.weight.zero_()
     return copied
+
+
+@torch.no_grad()
+def initialise_eagle3_from_target(draft: Eagle3Draft, model: Any) -> list[str]:
+    """Copy the target's final norm, and its head at the draft's tokens, into a draft whose vocabulary is chosen.
+
+    Args:
+        draft: changed in place.
+        model: a transformers causal language model of the draft's target.
+
+    Returns:
+        Names of the weights that were copied.
+    """
+    draft.norm.weight.copy_(model.get_decoder().norm.weight)
+    head_VE = model.get_output_embeddings().weight
+    draft.lm_head.weight.copy_(head_VE[draft.target_ids.to(head_VE.device)])
+    return ["norm.weight", "lm_head.weight"]
 
 
 def _copy(draft: LongSpecDraft, to: str, source: Any) -> list[str]:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tiny import tiny_draft, tiny_target
+from tiny import tiny_draft, tiny_eagle3, tiny_target
 
-from longdraft.draft_models.initialise import fit_to_hidden, initialise_from_target
+from longdraft.draft_models.initialise import fit_to_hidden, initialise_eagle3_from_target, initialise_from_target
 
 BLOCKS = {"self_attn", "self_norm", "mlp", "mlp_norm", "final_norm"}
 
@@ -81,3 +81,16 @@ def test_a_fit_without_rows_changes_nothing() -> None:
     before = draft.mlp.down_proj.weight.clone()
     assert fit_to_hidden(draft, []) == 0
     assert torch.equal(draft.mlp.down_proj.weight, before)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_an_eagle3_draft_starts_with_the_targets_logits_for_its_tokens(family: str) -> None:
+    """Also from a head that is tied to the embedding."""
+    target = tiny_target(family, num_hidden_layers=4)
+    draft = tiny_eagle3(target, draft_vocab_size=30)
+    before = draft.fc.weight.clone()
+    assert initialise_eagle3_from_target(draft, target.model) == ["norm.weight", "lm_head.weight"]
+    rows = torch.randn(3, 64)
+    expected = target.model.get_output_embeddings()(target.model.model.norm(rows))[:, draft.target_ids]
+    torch.testing.assert_close(draft.draft_logits(draft.norm(rows)), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(draft.fc.weight, before)
