@@ -1,4 +1,4 @@
-"""longdraft train | capture | generate | serve | models | drafts | bench | dashboard | demo
+"""longdraft train | capture | features | generate | serve | models | drafts | bench | dashboard | demo
 
 The one command line. Each command is imported when it is called, so that ``longdraft --help`` answers at once.
 """
@@ -40,6 +40,11 @@ def capture(argv: Argv) -> int:
     help_wanted = "-h" in argv or "--help" in argv
     words = argv if help_wanted else to_overrides(TrainSettings, argv, "longdraft capture")
     return _call("longdraft.train.features.capture", words)
+
+
+def features(argv: Argv) -> int:
+    """SpecForge's feature files: import SOURCE --config RECIPE --out STORE | export STORE --out FOLDER"""
+    return _call("longdraft.train.specforge_seam.exchange", argv)
 
 
 def generate(argv: Argv) -> int:
@@ -91,7 +96,7 @@ def dashboard(argv: Argv) -> int:
 
 
 COMMANDS: dict[str, Callable[[Argv], int]] = {
-    f.__name__: f for f in (train, capture, generate, serve, models, drafts, bench, dashboard, demo)
+    f.__name__: f for f in (train, capture, features, generate, serve, models, drafts, bench, dashboard, demo)
 }
 
 

@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,11 +20,11 @@ from longdraft.draft_models.config import TrainingFacts
 from longdraft.errors import UserError
 from longdraft.train.checkpoints import check_trajectory, lock_folder
 from longdraft.train.config import TrainSettings
-from longdraft.train.documents import Corpus, Document
+from longdraft.train.documents import Corpus
 from longdraft.train.engine import Group
 from longdraft.train.first_weights import build_draft, fit, rank_head
 from longdraft.train.loop import position_limit
-from longdraft.train.samples import SampleStream, truncate
+from longdraft.train.samples import Drawn, SampleStream
 from longdraft.train.specforge_seam.feature_files import FeatureSample, read_feature_file, write_feature_file
 from longdraft.train.target import FrozenTarget, load_target, load_tokenizer, resolve_dtype
 from longdraft.train.tiny_random import PREFIX
@@ -82,6 +81,8 @@ def check(settings: TrainSettings, sharding: Sharding) -> None:
         f"optim.schedule={s.optim.schedule}": (s.optim.schedule == "linear", "cosine or constant"),
         f"optim.min_ratio={s.optim.min_ratio}": (s.optim.min_ratio != 0, "0"),
         "data.packing=True": (s.data.packing, "false"),
+        f"data.source={s.data.source}": (s.data.source != "online", "online"),
+        f"views.share={s.views.share}": (s.views.share > 0, "0"),
     }
     for named, (wrong, instead) in unlike.items():
         if wrong:
@@ -161,11 +162,14 @@ def prepare(settings: TrainSettings, places: Places, world: int) -> None:
     s = settings.schedule
     wanted = s.max_steps * s.micro_batch * s.accumulate * world
     count = tokens = 0
-    for index, document in _usable(corpus, settings):
+    stream = SampleStream(corpus, settings, limit)
+    for index in range(len(corpus)):
+        if (drawn := stream.drawn(0, index)) is None:
+            continue
         path = places.features / f"{index:08d}.ckpt"
         if not path.exists():
-            _capture(target, document, SampleStream(corpus, settings, limit), settings, index, path)
-        count, tokens = count + 1, tokens + len(document.ids)
+            _capture(target, drawn, settings, path)
+        count, tokens = count + 1, tokens + len(drawn.document.ids)
         if count in (1, 100):  # early, so that a disk that is too small is seen before the work
             size = tokens / count * min(wanted, len(corpus)) * target.spec.kv_bytes_per_token / 2**30
             print(f"features in {places.features}: about {size:.1f} GiB in 16 bit", flush=True)
@@ -187,19 +191,9 @@ def _alone(settings: TrainSettings) -> Group:
         os.environ["WORLD_SIZE"] = former
 
 
-def _usable(corpus: Corpus, settings: TrainSettings) -> Iterator[tuple[int, Document]]:
-    data, every = settings.data, settings.objective.rows == "all"
-    for index in range(len(corpus)):
-        document = truncate(corpus[index], data.max_length, data.truncation, settings.run.seed, 0, index)
-        if len(document.ids) >= data.min_length and (every or any(document.supervised[1:])):
-            yield index, document
-
-
-def _capture(
-    target: FrozenTarget, document: Document, stream: SampleStream, settings: TrainSettings, index: int, path: Path
-) -> None:
+def _capture(target: FrozenTarget, drawn: Drawn, settings: TrainSettings, path: Path) -> None:
+    document, position = drawn.document, drawn.position_L.to(target.device)
     ids = torch.tensor(document.ids, device=target.device)
-    position = stream.positions(len(document.ids), settings.run.seed, 0, index).to(target.device)
     seen = target.capture(ids, position, [0, len(ids)])
     mask = torch.ones_like(ids) != 0 if settings.objective.rows == "all" else torch.tensor(document.supervised)
     write_feature_file(FeatureSample(ids, mask, {"position": position, "k": seen.k_TKD, "v": seen.v_TKD}), path)

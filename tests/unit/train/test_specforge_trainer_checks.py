@@ -23,6 +23,8 @@ def settings(**sections: dict[str, object]) -> TrainSettings:
         ("optim", {"schedule": "linear"}, "optim.schedule=linear"),
         ("optim", {"min_ratio": 0.1}, "optim.min_ratio=0.1"),
         ("data", {"packing": True}, "data.packing=True"),
+        ("data", {"source": "features", "features": "x"}, "data.source=features"),
+        ("views", {"share": 0.5}, "views.share=0.5"),
     ],
 )
 def test_a_setting_that_it_would_ignore_is_refused(section: str, value: dict[str, object], named: str) -> None:
