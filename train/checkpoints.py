@@ -4,6 +4,7 @@ A checkpoint appears whole or not at all: it is written under a hidden name, the
 is replaced in one move. Only safetensors and JSON are read back, so a foreign checkpoint cannot run code.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -13,12 +14,18 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from longdraft.draft_models.checkpoint import read_weights, save_draft
 from longdraft.draft_models.config import TrainingFacts
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.errors import UserError
+
+
+class SaveFailed(RuntimeError):
+    """A checkpoint that could not be written; the message names the folder, the space and the last good checkpoint."""
+
 
 STATE, PROGRESS, LATEST = "state.safetensors", "progress.json", "latest"
 
@@ -62,23 +69,47 @@ class Checkpoints:
         target_name: str,
         facts: TrainingFacts,
     ) -> Path:
-        """Write one checkpoint, point ``latest`` at it, then drop the oldest beyond ``keep``. Rank 0 only."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.clean()
+        """Write one checkpoint, point ``latest`` at it, then drop the oldest beyond ``keep``. Rank 0 only.
+
+        Raises:
+            SaveFailed: a full disk, a quota, or a folder that can no longer be written. Nothing half-written stays, and
+                the checkpoints before it are as they were.
+        """
         name = f"step-{progress.step:08d}"
         work, final = self.folder / f".{name}.{os.getpid()}", self.folder / name
-        work.mkdir()
-        save_draft(draft, work / "draft", target_name, facts, weights)
         rng = {"rng.torch": torch.get_rng_state()}
-        save_file({k: v.to("cpu").contiguous() for k, v in (state | rng).items()}, work / STATE)
-        (work / PROGRESS).write_text(json.dumps(asdict(progress), indent=1) + "\n")
-        for path in (*work.rglob("*"), work):
-            _flush(path)
-        work.rename(final)
-        self._point_to(name)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.clean()
+            work.mkdir()
+            save_draft(draft, work / "draft", target_name, facts, weights)
+            save_file({k: v.to("cpu").contiguous() for k, v in (state | rng).items()}, work / STATE)
+            (work / PROGRESS).write_text(json.dumps(asdict(progress), indent=1) + "\n")
+            for path in (*work.rglob("*"), work):
+                _flush(path)
+            work.rename(final)
+            self._point_to(name)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(work, ignore_errors=True)
+            raise SaveFailed(self._unwritten(name, error, [*weights.values(), *state.values()])) from None
         for old in self.all()[: -self.keep]:
             shutil.rmtree(old)
         return final
+
+    def _unwritten(self, name: str, error: Exception, tensors: list[torch.Tensor]) -> str:
+        """What to tell people of a save that failed; the space is measured once the half-written files are gone."""
+        needed = sum(t.nbytes for t in tensors)
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(existing(self.folder)).free
+            reason = " ".join(str(error).split())[:200]
+            return (
+                f"checkpoint {name} cannot be written in {self.folder} ({reason}): it needs about {mib(needed)}, "
+                f"{mib(free)} are free there; the last good checkpoint is {self.latest() or 'none'}: free some space, or "
+                "lower schedule.keep, and start the same command again"
+            )
+        return (
+            f"checkpoint {name} cannot be written in {self.folder} ({error}); the folder is gone: start again elsewhere"
+        )
 
     def _point_to(self, name: str) -> None:
         fresh = self.folder / f".{LATEST}.{os.getpid()}"
@@ -110,6 +141,33 @@ class Checkpoints:
     def read(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
         """The resume state of a checkpoint; raises as :meth:`progress` does."""
         return read_weights(path / STATE), Checkpoints.progress(path)
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def mib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Refuse a run before its first step where not even one checkpoint fits.
+
+    Args:
+        folder: of the run.
+        needed: bytes of a checkpoint.
+
+    Raises:
+        UserError: less is free there.
+    """
+    free = shutil.disk_usage(existing(folder)).free
+    if free < needed:
+        raise UserError(
+            f"run folder {str(folder)!r} has {mib(free)} of free space, a checkpoint needs about {mib(needed)}: "
+            "free some, or choose another run.output_dir"
+        )
 
 
 def lock_folder(

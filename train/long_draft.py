@@ -24,7 +24,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 2 for a user's error, 1 for a diverged training."""
+    """Run the command line; returns the exit status: 2 for a user's error, 1 for a training that diverged or could not be saved."""
     args = parse(argv)
     rank = os.environ.get("RANK", "0")
     try:
@@ -55,11 +55,12 @@ def run_specforge(settings: TrainSettings) -> int:
 
 
 def run(settings: TrainSettings, argv: list[str] | None) -> int:
+    from longdraft.train.checkpoints import SaveFailed
     from longdraft.train.loop import Diverged, train
 
     try:
         train(settings, [sys.argv[0], *(sys.argv[1:] if argv is None else argv)])
-    except Diverged as error:
+    except (Diverged, SaveFailed) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         return 1

@@ -14,7 +14,7 @@ import torch
 
 from longdraft.draft_models.config import TrainingFacts
 from longdraft.errors import UserError
-from longdraft.train.checkpoints import Checkpoints, Progress, check_trajectory, lock_folder
+from longdraft.train.checkpoints import Checkpoints, Progress, SaveFailed, check_room, check_trajectory, lock_folder
 from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Corpus
 from longdraft.train.engine import Engine, Group, StopSignal, build_engine
@@ -29,6 +29,8 @@ from longdraft.train.target import load_target, load_tokenizer
 from longdraft.train.tracking import Tracker
 from longdraft.train.views import served_view
 
+# Of a checkpoint: float32 masters and moments (AdamW has two, Muon one), and a 16-bit draft at least.
+BYTES_A_PARAMETER = {"adamw": 14, "muon": 10}
 Window = Future[tuple[list[Packed], int]]
 
 
@@ -61,6 +63,8 @@ class Run:
             settings, self.target, self.corpus, tokenizer, limit, group, resumed=found is not None
         )
         self.draft_parameters = sum(p.numel() for p in self.method.draft.parameters() if p.requires_grad)
+        if group.rank == 0:
+            check_room(settings.folder, self.draft_parameters * BYTES_A_PARAMETER[settings.optim.name])
         self.engine: Engine = build_engine(self.method, settings, group)
         if found:
             torch.set_rng_state(state.pop("rng.torch"))
@@ -113,6 +117,7 @@ class Run:
 
         Raises:
             Diverged: a loss or gradient that is not finite.
+            SaveFailed: a checkpoint that could not be written, as on a full disk.
         """
         stop, began, total = StopSignal(), time.monotonic(), self.settings.schedule.max_steps
         meter = Meter(self.progress)
@@ -210,11 +215,16 @@ class Run:
                 f"step {p.step}: weights {', '.join(bad)} are not finite and are not saved; the last good checkpoint is "
                 f"{self.checkpoints.latest() or 'none'}: lower optim.lr"
             )
+        failure: SaveFailed | None = None
         if self.group.rank == 0:
-            path = self.checkpoints.save(self.method.draft, weights, state, p, self.target.name, self._facts())
-            self.tracker.say(f"saved {path}")
+            try:
+                path = self.checkpoints.save(self.method.draft, weights, state, p, self.target.name, self._facts())
+                self.tracker.say(f"saved {path}")
+            except SaveFailed as error:
+                failure = error
+        if self.group.totals(failure is not None)[0]:  # all ranks stop together, rank 0 says why
+            raise failure or SaveFailed("rank 0 could not write the checkpoint")
         self.saved_step = p.step
-        self.group.barrier()
 
     def _facts(self) -> TrainingFacts:
         p = self.progress
@@ -264,6 +274,7 @@ def train(settings: TrainSettings, command: list[str]) -> Path | None:
     Raises:
         UserError: settings, files or a target that do not fit.
         Diverged: a loss or gradient that is not finite.
+        SaveFailed: a checkpoint that could not be written.
     """
     group = Group(settings.engine)
     try:

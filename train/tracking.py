@@ -1,5 +1,6 @@
 """What a run reports: JSON lines always, progress on the terminal, Weights & Biases when asked."""
 
+import contextlib
 import json
 import re
 import sys
@@ -28,14 +29,19 @@ class JsonLines:
     """One JSON object a line, flushed. Rows behind the step that a run resumes from are dropped."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        self.path = path
+        self.path, self._cut = path, False
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_rows(path) if row["step"] <= resumed_step] if resumed_step else []
         path.write_text("".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, row: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        """Append a row. On a full disk it is lost and the run goes on: whether it may is for the next checkpoint to say."""
+        try:
+            with self.path.open("a") as file:
+                file.write(("\n" if self._cut else "") + json.dumps(row) + "\n")
+            self._cut = False
+        except OSError:
+            self._cut = True  # perhaps in the middle of a line: the next row starts a new one
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -47,6 +53,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return rows
+
+
+def tell(text: str, out: TextIO) -> None:
+    """Print a line for people. Output that goes to a file on a full disk is lost rather than the training."""
+    with contextlib.suppress(OSError):
+        print(text, file=out, flush=True)
 
 
 class Tracker:
@@ -82,7 +94,7 @@ class Tracker:
         """One line for people."""
         if self.tracked:
             self.progress.pause()
-            print(text, file=self.out, flush=True)
+            tell(text, self.out)
 
     def step(self, row: dict[str, Any]) -> None:
         """Figures of a step, with ``step``, ``loss``, ``accuracy`` and ``tokens_per_s``."""
@@ -136,7 +148,7 @@ class ProgressLine:
         left = (time.monotonic() - self.began) / max(done - self.first, 1) * (self.total - done)
         text = f"loss {row['loss']:.4f}  acc {row['accuracy']:.1%}  {row['tokens_per_s']:,.0f} tok/s"
         if not self.out.isatty():
-            print(f"step {done}/{self.total}  {text}  ETA {clock(left)}", file=self.out, flush=True)
+            tell(f"step {done}/{self.total}  {text}  ETA {clock(left)}", self.out)
             return
         if self.bar is None:
             self.bar = self._new_bar()
