@@ -1,0 +1,134 @@
+"""Accept length of drafts on known continuations: ``longdraft bench score_drafts --target T --draft NAME=FOLDER ...``.
+
+The continuations are what ``longdraft generate`` wrote for held-out documents (greedy). τ is given with and without the bonus
+token, by context bucket and kind of document; outputs with more than 30 % repeated 4-grams are left out and counted.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longdraft.bench.record import make_record, write_record
+from longdraft.draft_models.acceptance import AcceptStats
+from longdraft.draft_models.checkpoint import load_draft
+from longdraft.draft_models.repetition import ALLOWED, repeated_share
+from longdraft.kernels.view_attention import View
+from longdraft.train.config import TargetSettings
+from longdraft.train.scoring import score
+from longdraft.train.target import FrozenTarget, load_target
+
+SHORTEST = 64  # tokens of an answer that count
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt with its greedy continuation."""
+
+    group: str
+    ids: list[int]
+    prompt: int
+
+
+@dataclass
+class Sum:
+    """One draft on one group of answers."""
+
+    stats: AcceptStats = field(default_factory=AcceptStats)
+    accepted_at: list[int] = field(default_factory=list)
+    answers: int = 0
+
+    def figures(self) -> dict[str, Any]:
+        count = max(self.stats.verifications, 1)
+        return {
+            "answers": self.answers,
+            "verifications": self.stats.verifications,
+            "tau": round(self.stats.tau, 4),
+            "tau_without_bonus": round(self.stats.tau_without_bonus, 4),
+            "reached_depth": [round(n / count, 4) for n in self.accepted_at],
+        }
+
+
+def read_answers(group: str, path: Path, new_tokens: int) -> tuple[list[Answer], int]:
+    """Answers of a file that do not loop, and how many do.
+
+    An answer that ends early counts with what it has; a loop is measured on the tokens that count.
+    """
+    kept, looping = [], 0
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        ids, prompt = row["input_ids"], row["supervised_from"]
+        answer = ids[prompt : prompt + new_tokens]
+        if len(answer) < SHORTEST:
+            continue
+        if repeated_share(answer) > ALLOWED:
+            looping += 1
+        else:
+            kept.append(Answer(group, ids, prompt))
+    return kept, looping
+
+
+def measure(
+    target: FrozenTarget, draft: Any, answers: list[Answer], new_tokens: int, steps: int, view: View | None
+) -> dict[str, Sum]:
+    """Sums by group."""
+    sums: dict[str, Sum] = {}
+    for answer in answers:
+        into = sums.setdefault(answer.group, Sum(accepted_at=[0] * steps))
+        length = min(new_tokens, len(answer.ids) - answer.prompt)
+        got = score(target, draft, answer.ids, answer.prompt, length, steps, view)
+        into.stats.merge(got.stats)
+        into.accepted_at = [a + b for a, b in zip(into.accepted_at, got.accepted_at, strict=True)]
+        into.answers += 1
+    return sums
+
+
+def pairs(words: list[str]) -> list[tuple[str, Path]]:
+    """``NAME=PATH`` words."""
+    return [(name, Path(path)) for name, _, path in (word.partition("=") for word in words)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="longdraft bench score_drafts", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--draft", nargs="+", required=True, metavar="NAME=FOLDER")
+    parser.add_argument("--answers", nargs="+", required=True, metavar="GROUP=FILE.jsonl")
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument(
+        "--context", type=int, help="cached tokens that a LongSpec draft reads: 32 sinks and the newest"
+    )
+    parser.add_argument("--record", type=Path, help="write a record here")
+    parser.add_argument("--record-name", default="draft_tau")
+    args = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = load_target(TargetSettings(path=args.target, dtype=args.dtype), device)
+    answers: list[Answer] = []
+    rows: list[dict[str, Any]] = []
+    figures: dict[str, float] = {}
+    for group, path in pairs(args.answers):
+        kept, looping = read_answers(group, path, args.new_tokens)
+        answers += kept
+        print(f"{group}: {len(kept)} answers, {looping} loop and are left out", flush=True)
+        figures |= {f"{group}_answers": len(kept), f"{group}_looping": looping}
+    view = View(args.context, 32, args.context - 32, 1) if args.context else None
+    for name, folder in pairs(args.draft):
+        draft = load_draft(folder, target.spec, device=device).bind(target.embedding_VE, target.head_VE)
+        for group, result in measure(target, draft, answers, args.new_tokens, args.steps, view).items():
+            row = {"draft": name, "group": group, **result.figures()}
+            rows.append(row)
+            figures[f"{name}_{group}_tau"] = row["tau"]
+            print(json.dumps(row), flush=True)
+    if args.record is not None:
+        settings = {"steps": args.steps, "new_tokens": args.new_tokens, "context": args.context, "target": args.target}
+        write_record(make_record(args.record_name, settings, figures, {}, rows=rows), args.record)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
