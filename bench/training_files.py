@@ -105,7 +105,8 @@ class Job:
     """One trial: one side, one length, one process.
 
     ``online`` runs the frozen target inside the step (ours alone). ``attention``, ``compact`` and ``sharding`` are
-    SpecForge's settings of these names; ``compat`` is our objective that reproduces SpecForge's loss.
+    SpecForge's settings of these names; ``compat`` is our objective that reproduces SpecForge's loss, ``recompute`` says whether
+    ours computes projections and MLP again in the backward pass.
     """
 
     side: Side
@@ -115,6 +116,7 @@ class Job:
     device: str = "cuda"
     online: bool = False
     compat: bool = False
+    recompute: bool = True
     attention: str = "flex_attention"
     compact: bool = True
     sharding: str = "SHARD_GRAD_OP"
@@ -130,7 +132,11 @@ class Job:
             words += [] if self.attention == "flex_attention" else [self.attention]
             words += [] if self.compact else ["fullteacher"]
             words += [] if self.sharding == "SHARD_GRAD_OP" else ["ddp"]
-        words += [word for word, said in (("online", self.online), ("compat", self.compat)) if said]
+        words += [
+            word
+            for word, said in (("online", self.online), ("compat", self.compat), ("keep", not self.recompute))
+            if said
+        ]
         size = f"{self.length // 1024}k" if self.length >= 1024 else str(self.length)
         return "_".join([*words, size])
 

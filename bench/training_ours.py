@@ -17,13 +17,24 @@ from safetensors.torch import load_file
 
 from longdraft.bench.training_files import SHAPES, Job, Shape, feature_folder, vocabulary
 from longdraft.bench.training_meter import Meter
-from longdraft.bench.training_method import ChainMethod
 from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.eagle3_config import Eagle3Config, Eagle3Settings
 from longdraft.draft_models.target import TargetSpec
 from longdraft.kernels.linear_cross_entropy import IGNORED
-from longdraft.train.config import DataSettings, EngineSettings, OptimSettings, TargetSettings, TrainSettings
-from longdraft.train.engine import Engine, Group, TorchEngine
+from longdraft.train.config import (
+    DataSettings,
+    DraftSettings,
+    EngineSettings,
+    OptimSettings,
+    TargetSettings,
+    TrainSettings,
+    TttSettings,
+)
+from longdraft.train.engines.base import Engine
+from longdraft.train.engines.group import Group
+from longdraft.train.engines.torch_engine import TorchEngine
+from longdraft.train.methods.base import Method
+from longdraft.train.methods.eagle3 import Eagle3Method
 from longdraft.train.samples import Packed
 from longdraft.train.specforge_seam.feature_files import read_feature_file
 from longdraft.train.target import Capture, FrozenTarget
@@ -82,12 +93,20 @@ def build_draft(work: Path, shape: Shape, target: FrozenTarget) -> Eagle3Draft:
     return draft.train().bind(target.embedding_VE, target.head_VE)
 
 
-def build_training(work: Path, job: Job, target: FrozenTarget) -> Engine:
+def build_training(work: Path, job: Job, target: FrozenTarget) -> tuple[Method, Engine]:
     """Method and engine; the optimizer is set as SpecForge's."""
-    settings = TrainSettings(target=TargetSettings(path="dummy"), data=DataSettings(train="dummy"), optim=OPTIM)
-    method = ChainMethod(settings, target, build_draft(work, SHAPES[job.shape], target), job.ttt, job.compat)
+    shape = SHAPES[job.shape]
+    settings = TrainSettings(
+        target=TargetSettings(path="dummy"),
+        data=DataSettings(train="dummy"),
+        draft=DraftSettings(arch="eagle3"),
+        eagle3=Eagle3Settings(draft_vocab_size=shape.draft_vocab),
+        ttt=TttSettings(steps=job.ttt, recompute=job.recompute, compat="specforge-0.2.0" if job.compat else "none"),
+        optim=OPTIM,
+    )
+    method = Eagle3Method(settings, target, build_draft(work, shape, target))
     group = Group(EngineSettings(device="cuda" if job.device == "cuda" else "cpu"))
-    return TorchEngine(method, settings.optim, group)
+    return method, TorchEngine(method, settings.optim, group)
 
 
 def read_batch(work: Path, job: Job) -> Packed:
@@ -106,9 +125,8 @@ def train(work: Path, job: Job, meter: Meter) -> None:
     weights = load_file(work / "target" / "model.safetensors")
     target = running_target(shape, weights, device) if job.online else FeatureTarget(shape, weights, device)
     del weights
-    engine, batch = build_training(work, job, target), read_batch(work, job)
-    # SpecForge's mean is over all rows, ours over the supervised ones; neither costs time.
-    divisor = job.length if job.compat else batch.supervised
+    (method, engine), batch = build_training(work, job, target), read_batch(work, job)
+    divisor = method.denominator(batch)
     meter.say("start", **meter.memory())
     for step in range(1, job.warmup + job.steps + 1):
         meter.start_step()
