@@ -1,4 +1,4 @@
-"""SpecForge's own EAGLE-3 training step on a CPU: ``python tests/specforge_harness.py FOLDER`` in a process of its own.
+"""SpecForge's own EAGLE-3 training step on a CPU: ``python tests/specforge_harness.py FOLDER ...`` in a process of its own.
 
 Its norms are compiled and its loss is a Triton kernel; with dynamo off and Triton's interpreter on, both switches set before the
 first import, the installed package runs as it is. That is why this is a process and no function.
@@ -32,31 +32,42 @@ class SpecForgeStep:
     grads: dict[str, torch.Tensor]
 
 
-def specforge_step(
-    folder: Path,
-    draft_config: dict[str, Any],
-    weights: dict[str, torch.Tensor],
-    batch: dict[str, torch.Tensor],
-    steps: int,
-) -> SpecForgeStep:
-    """Run the installed package on weights and features.
+@dataclass
+class SpecForgeCase:
+    """What one call of its strategy is given.
 
-    Args:
-        folder: empty, for the exchange.
-        draft_config: a draft JSON, as its config loader reads it.
+    Attributes:
+        config: a draft JSON, as its config loader reads it.
         weights: the draft's, with ``embed_tokens.weight``; loaded strictly.
         batch: ``input_ids``, ``loss_mask`` ``[B, S]``, ``hidden_state`` ``[B, S, 3 E]``, ``target`` ``[B, S, E]`` (its names
             behind its normaliser, nothing shifted yet) and ``head`` ``[V, E]``.
         steps: K.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(draft_config))
-    (folder / "steps.json").write_text(json.dumps(steps))
-    save_file({k: v.contiguous() for k, v in weights.items()}, folder / "draft.safetensors")
-    save_file({k: v.contiguous() for k, v in batch.items()}, folder / "batch.safetensors")
+
+    config: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+    batch: dict[str, torch.Tensor]
+    steps: int
+
+
+def specforge_steps(folder: Path, cases: dict[str, SpecForgeCase]) -> dict[str, SpecForgeStep]:
+    """Run the installed package on each case, in one process; ``folder`` is for the exchange."""
+    for name, case in cases.items():
+        here = folder / name
+        here.mkdir(parents=True)
+        (here / "config.json").write_text(json.dumps(case.config))
+        (here / "steps.json").write_text(json.dumps(case.steps))
+        # Clones: a tied or lent tensor may be stored once only.
+        save_file({k: v.detach().clone().contiguous() for k, v in case.weights.items()}, here / "draft.safetensors")
+        save_file({k: v.detach().clone().contiguous() for k, v in case.batch.items()}, here / "batch.safetensors")
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, __file__, str(folder)], env=environment, capture_output=True, text=True)
+    command = [sys.executable, __file__, *(str(folder / name) for name in cases)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    return {name: _read(folder / name) for name in cases}
+
+
+def _read(folder: Path) -> SpecForgeStep:
     out = load_file(folder / "out.safetensors")
     grads = {name.removeprefix("grad."): out.pop(name) for name in list(out) if name.startswith("grad.")}
     return SpecForgeStep(grads=grads, **out)
@@ -109,4 +120,5 @@ def run(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+    for argument in sys.argv[1:]:
+        run(Path(argument))
