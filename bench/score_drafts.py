@@ -1,12 +1,13 @@
 """Accept length of drafts on known continuations: ``longdraft bench score_drafts --target T --draft NAME=FOLDER ...``.
 
 The continuations are what ``longdraft generate`` wrote for held-out documents (greedy). τ is given with and without the bonus
-token, by context bucket and kind of document; outputs with more than 30 % repeated 4-grams are left out and counted.
+token, by prompt length and kind of document; outputs with more than 30 % repeated 4-grams are left out and counted.
 """
 
 import argparse
 import json
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ SHORTEST = 64  # tokens of an answer that count
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt with its greedy continuation."""
+    """A prompt with its greedy continuation; it counts in every group."""
 
-    group: str
+    groups: tuple[str, ...]
     ids: list[int]
     prompt: int
 
@@ -53,22 +54,31 @@ class Sum:
         }
 
 
-def read_answers(group: str, path: Path, new_tokens: int) -> tuple[list[Answer], int]:
-    """Answers of a file that do not loop, and how many do.
+def read_answers(path: Path, new_tokens: int, kinds: list[str]) -> tuple[list[Answer], Counter[str]]:
+    """Answers of a file that do not loop, and how many do by group.
 
     An answer that ends early counts with what it has; a loop is measured on the tokens that count.
+
+    Args:
+        path: of ``longdraft generate``.
+        new_tokens: tokens of an answer that count.
+        kinds: of the documents, by line of the prompts' file; empty does not tell them apart.
     """
-    kept, looping = [], 0
+    kept: list[Answer] = []
+    looping: Counter[str] = Counter()
     for line in path.read_text().splitlines():
         row = json.loads(line)
         ids, prompt = row["input_ids"], row["supervised_from"]
         answer = ids[prompt : prompt + new_tokens]
         if len(answer) < SHORTEST:
             continue
+        groups: tuple[str, ...] = (str(prompt),)
+        if kinds:
+            groups = (str(prompt), f"{prompt} {kinds[int(row['source'].split(':')[1].split('#')[0]) - 1]}")
         if repeated_share(answer) > ALLOWED:
-            looping += 1
+            looping.update(groups)
         else:
-            kept.append(Answer(group, ids, prompt))
+            kept.append(Answer(groups, ids, prompt))
     return kept, looping
 
 
@@ -78,16 +88,17 @@ def measure(
     """Sums by group."""
     sums: dict[str, Sum] = {}
     for answer in answers:
-        into = sums.setdefault(answer.group, Sum(accepted_at=[0] * steps))
         length = min(new_tokens, len(answer.ids) - answer.prompt)
         got = score(target, draft, answer.ids, answer.prompt, length, steps, view)
-        into.stats.merge(got.stats)
-        into.accepted_at = [a + b for a, b in zip(into.accepted_at, got.accepted_at, strict=True)]
-        into.answers += 1
-    return sums
+        for group in answer.groups:
+            into = sums.setdefault(group, Sum(accepted_at=[0] * steps))
+            into.stats.merge(got.stats)
+            into.accepted_at = [a + b for a, b in zip(into.accepted_at, got.accepted_at, strict=True)]
+            into.answers += 1
+    return dict(sorted(sums.items()))
 
 
-def pairs(words: list[str]) -> list[tuple[str, Path]]:
+def named(words: list[str]) -> list[tuple[str, Path]]:
     """``NAME=PATH`` words."""
     return [(name, Path(path)) for name, _, path in (word.partition("=") for word in words)]
 
@@ -97,7 +108,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", required=True)
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--draft", nargs="+", required=True, metavar="NAME=FOLDER")
-    parser.add_argument("--answers", nargs="+", required=True, metavar="GROUP=FILE.jsonl")
+    parser.add_argument("--answers", type=Path, required=True, help="generated.jsonl of held-out documents")
+    parser.add_argument("--documents", type=Path, help="the JSONL that the prompts were cut from, with a kind a record")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument(
@@ -108,16 +120,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = load_target(TargetSettings(path=args.target, dtype=args.dtype), device)
-    answers: list[Answer] = []
+    kinds = [json.loads(line)["kind"] for line in args.documents.read_text().splitlines()] if args.documents else []
+    answers, looping = read_answers(args.answers, args.new_tokens, kinds)
+    figures: dict[str, float] = {f"{group}_looping": count for group, count in sorted(looping.items())}
+    print(f"{len(answers)} answers; left out for looping: {dict(sorted(looping.items()))}", flush=True)
     rows: list[dict[str, Any]] = []
-    figures: dict[str, float] = {}
-    for group, path in pairs(args.answers):
-        kept, looping = read_answers(group, path, args.new_tokens)
-        answers += kept
-        print(f"{group}: {len(kept)} answers, {looping} loop and are left out", flush=True)
-        figures |= {f"{group}_answers": len(kept), f"{group}_looping": looping}
     view = View(args.context, 32, args.context - 32, 1) if args.context else None
-    for name, folder in pairs(args.draft):
+    for name, folder in named(args.draft):
         draft = load_draft(folder, target.spec, device=device).bind(target.embedding_VE, target.head_VE)
         for group, result in measure(target, draft, answers, args.new_tokens, args.steps, view).items():
             row = {"draft": name, "group": group, **result.figures()}

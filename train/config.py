@@ -302,12 +302,14 @@ class TrainSettings(Settings):
     def _refuse_other_archs(self) -> None:
         """What is set for another draft than this one would be ignored without a word."""
         if self.draft.arch == "longspec":
-            set_here = [s for s in ("eagle3", "ttt") if getattr(self, s).model_fields_set]
-            if set_here:
-                raise ValueError(f"section {set_here[0]} is EAGLE-3's: set draft.arch=eagle3, or remove it")
+            for name, default in (("eagle3", Eagle3Settings()), ("ttt", TttSettings())):
+                if getattr(self, name) != default:
+                    raise ValueError(f"section {name} is EAGLE-3's: set draft.arch=eagle3, or remove it")
             return
-        own = self.draft.model_fields_set - {"arch", "init", "init_from"}
-        found = [f"draft.{name}" for name in sorted(own)] + [s for s in ("lag",) if self.lag.model_fields_set]
+        plain = DraftSettings()
+        own = sorted(DraftSettings.model_fields.keys() - {"arch", "init", "init_from"})
+        found = [f"draft.{name}" for name in own if getattr(self.draft, name) != getattr(plain, name)]
+        found += [] if self.lag == LagSettings() else ["lag"]
         if found:
             raise ValueError(f"{found[0]} is LongSpec's: with draft.arch=eagle3 use the sections eagle3 and ttt")
         if self.objective.name != "ce":
