@@ -1,4 +1,4 @@
-"""``longdraft drafts import|export``: published drafts to our format and back; safetensors only."""
+"""``longdraft drafts import|export|recipe``: published drafts to our format and back, and a draft JSON as a recipe's section."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -21,6 +21,9 @@ def parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--target", required=True, help="folder or Hugging Face name of the target")
         command.add_argument("--output", required=True, help="folder to write")
+    recipe = commands.add_parser("recipe", help="a SpecForge draft JSON as the section of a recipe, printed")
+    recipe.add_argument("source", help="the JSON, or a folder with config.json")
+    recipe.add_argument("--target", required=True, help="folder or Hugging Face name of the target")
     return top
 
 
@@ -47,6 +50,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; raises :class:`UserError`."""
     args = parser().parse_args(argv)
     target = target_spec(args.target)
+    if args.command == "recipe":
+        from longdraft.draft_models.eagle3_json import recipe_section, settings_of_json
+
+        print(recipe_section(settings_of_json(args.source, target)), end="")
+        return 0
     draft = (_import if args.command == "import" else _export)(args, target)
     count = sum(p.numel() for p in draft.parameters())
     window = draft.config.settings.window or "none"

@@ -31,7 +31,8 @@ RENAMES = (
 )
 UNUSED = ("embed_tokens.weight", "midlayer.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq")
 ROPE_IGNORED = ("type", "finetuned")  # an older name, and a note of the trainer's
-ROPE_NEUTRAL = {"attn_factor": 1, "extrapolation_factor": 1, "truncate": True}  # what leaves the rotation as it is
+# What leaves the rotation as it is; SpecForge's YaRN wants the last two written down.
+ROPE_NEUTRAL = {"attn_factor": 1, "extrapolation_factor": 1, "truncate": True, "mscale": 1, "mscale_all_dim": 0}
 # Keys of the config that must be what they are here, or absent: no such draft is served.
 FIXED: dict[str, tuple[Any, ...]] = {
     "num_hidden_layers": (1,), "tie_word_embeddings": (False,), "attention_bias": (False,), "mlp_bias": (False,),
@@ -58,7 +59,7 @@ def import_eagle3(source: str | Path, target: TargetSpec) -> Eagle3Draft:
     found = {_rename(name): weight for name, weight in published_weights(source).items()}
     found = {name: weight for name, weight in found.items() if name not in UNUSED}
     try:
-        settings = _settings(config, found, target)
+        settings = published_settings(config, found, target)
         draft = Eagle3Draft(Eagle3Config(target, settings))
     except UserError as error:
         raise CheckpointError(f"{source}/{CONFIG}: {error}") from None
@@ -127,8 +128,12 @@ def _rename(name: str) -> str:
     return name
 
 
-def _settings(config: dict[str, Any], found: dict[str, torch.Tensor], target: TargetSpec) -> Eagle3Settings:
-    """Raises :class:`UserError` for what cannot be served as it stands."""
+def published_settings(config: dict[str, Any], found: dict[str, torch.Tensor], target: TargetSpec) -> Eagle3Settings:
+    """A published config as our settings; ``found`` are the draft's weights, of which shapes and names are read.
+
+    Raises:
+        UserError: what cannot be served as it stands.
+    """
     fixed = {
         **FIXED,
         "hidden_size": (target.hidden_size,),

@@ -70,7 +70,7 @@ def models(argv: Argv) -> int:
 
 
 def drafts(argv: Argv) -> int:
-    """published drafts to our format and back: import SOURCE --target MODEL --output FOLDER"""
+    """published drafts to our format and back: import SOURCE --target MODEL --output FOLDER; recipe JSON prints a section"""
     return _call("longdraft.draft_models.convert", argv)
 
 
