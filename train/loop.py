@@ -235,10 +235,10 @@ class Run:
         if not self.prompts:
             return
         s, g = self.settings, self.group
-        with self.engine.whole():
+        with self.engine.whole() as draft:
             results = evaluate(
                 self.target,
-                self.method.draft,
+                draft,
                 self.prompts,
                 s.evaluation.new_tokens,
                 s.eval_steps,

@@ -77,6 +77,12 @@ def test_a_16_bit_draft_has_float32_masters_under_every_stage(runs: Path, stage:
         assert state[f"master.{name}"].dtype == torch.float32
 
 
+def test_zero3_trains_and_evaluates_an_eagle3_draft_as_the_torch_engine_does(runs: Path) -> None:
+    assert_close(runs / "eagle3-torch", runs / "eagle3-zero3")
+    one, other = ((runs / f"eagle3-{engine}" / "evaluations.jsonl").read_text() for engine in ("torch", "zero3"))
+    assert json.loads(one)["buckets"] == json.loads(other)["buckets"]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(runs: Path, stage: str) -> None:
     found = json.loads((runs / "nan.json").read_text())[stage]

@@ -27,8 +27,8 @@ def overrides(folder: Path, name: str, engine: str) -> list[str]:
     return [*SHORT, f"run.output_dir={folder}", f"run.name={name}", *chosen]
 
 
-def run(folder: Path, name: str, engine: str, *more: str) -> None:
-    assert main(["--config", RECIPE, *overrides(folder, name, engine), *more]) == 0, name
+def run(folder: Path, name: str, engine: str, *more: str, recipe: str = RECIPE) -> None:
+    assert main(["--config", recipe, *overrides(folder, name, engine), *more]) == 0, name
 
 
 def resume(folder: Path, former: str, name: str, engine: str, group: Group) -> None:
@@ -74,6 +74,9 @@ def two_ranks(folder: Path, group: Group) -> None:
     for engine in ("torch", "zero1", "zero2", "zero3"):
         run(folder, f"{engine}-half", engine, "engine.dtype=bfloat16")
         resume(folder, "one", f"one-to-two-{engine}", engine, group)
+    for engine in ("torch", "zero3"):  # one prompt: one rank evaluates while the other waits
+        few = ("evaluation.prompts=1", "evaluation.new_tokens=8")
+        run(folder, f"eagle3-{engine}", engine, *few, recipe="recipes/smoke/eagle3.yaml")
     found = {engine: refuse_nan(folder, engine) for engine in STAGES}
     if group.rank == 0:
         (folder / "nan.json").write_text(json.dumps(found))

@@ -2,11 +2,12 @@
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 from longdraft.errors import UserError
-from longdraft.train.methods.base import StepLoss
+from longdraft.train.methods.base import Method, StepLoss
 from longdraft.train.samples import Packed
 
 Tensors = dict[str, torch.Tensor]
@@ -14,6 +15,8 @@ Tensors = dict[str, torch.Tensor]
 
 class Engine(ABC):
     """Trains one draft. All methods are collective: every rank calls them in the same order."""
+
+    method: Method
 
     @abstractmethod
     def loss(self, batch: Packed, step: int) -> StepLoss:
@@ -49,9 +52,9 @@ class Engine(ABC):
             UserError: a state of another draft.
         """
 
-    def whole(self) -> AbstractContextManager[None]:
-        """Inside, the draft itself can be run on every rank; collective like the rest."""
-        return nullcontext()
+    def whole(self) -> AbstractContextManager[Any]:
+        """The draft with whole weights, for evaluation: inside, each rank runs it on its own, as often as it likes."""
+        return nullcontext(self.method.draft)
 
 
 def saved_master(state: Tensors, name: str, shape: torch.Size) -> torch.Tensor:

@@ -4,6 +4,7 @@ The resume state is ours, in the form that every engine shares (whole tensors, s
 pickle, which a foreign checkpoint could use to run code, and it is bound to the number of ranks.
 """
 
+import copy
 import logging
 import os
 from collections.abc import Iterator
@@ -66,17 +67,37 @@ class _Trained(nn.Module):
         return loss
 
 
+def hollow_copy(draft: Any) -> Any:
+    """A draft of its own modules without hooks and without weights yet; what it was lent and its buffers are shared."""
+    memo: dict[int, Any] = {}
+    for module in draft.modules():
+        for value in vars(module).values():
+            shared = value if isinstance(value, tuple | list) else [value]
+            memo |= {id(t): t for t in shared if isinstance(t, torch.Tensor)}
+        memo |= {id(t): t for t in module.buffers(recurse=False)}
+    twin = copy.deepcopy(draft, memo)
+    empty(twin)
+    return twin
+
+
+def empty(draft: nn.Module) -> None:
+    for p in draft.parameters():
+        p.data = p.data.new_empty(0)
+
+
 class ZeroEngine(Engine):
     """Steps float32 masters that are spread over the ranks; the draft computes in its own dtype."""
 
     def __init__(self, method: Method, settings: TrainSettings, group: Group) -> None:
         self.method, self.group = method, group
-        self.live = {name: p for name, p in method.draft.named_parameters() if p.requires_grad}
+        self.held = dict(method.draft.named_parameters())
+        self.live = {name: p for name, p in self.held.items() if p.requires_grad}
         self.shapes = {name: p.shape for name, p in self.live.items()}
         self.library = start_library(group)
         config = zero_config(settings, next(iter(self.live.values())).dtype)
         self.stage: int = config["zero_optimization"]["stage"]
         self.trained = _Trained(method)
+        self.twin = hollow_copy(method.draft) if self.stage == 3 else method.draft
         [optimizer] = build_optimizers(list(self.live.values()), settings.optim)
         self.engine, self.zero, *_ = self.library.initialize(
             model=self.trained, optimizer=optimizer, config=config, dist_init_required=False
@@ -108,7 +129,7 @@ class ZeroEngine(Engine):
 
     def weights(self) -> Tensors:
         out: Tensors = {}
-        for name, p in self.live.items():
+        for name, p in self.held.items():
             with self._gathered([p]):
                 if self.group.rank == 0:
                     out[name] = p.detach().to("cpu", copy=True)
@@ -143,9 +164,17 @@ class ZeroEngine(Engine):
                 p.data.copy_(masters[name])
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        with self._gathered(list(self.live.values())):
-            yield
+    def whole(self) -> Iterator[Any]:
+        """A copy under ZeRO-3: the draft's own modules gather weights whenever they run, which ranks cannot do alone."""
+        if self.stage < 3:
+            yield self.method.draft
+            return
+        copies = dict(self.twin.named_parameters())
+        for name, p in self.held.items():
+            with self._gathered([p]):
+                copies[name].data = p.detach().clone()
+        yield self.twin
+        empty(self.twin)
 
     def _gathered(self, parameters: list[nn.Parameter], modifier_rank: int | None = None) -> Any:
         return self.library.zero.GatheredParameters(parameters, modifier_rank=modifier_rank, enabled=self.stage == 3)

@@ -59,10 +59,6 @@ class Method(nn.Module, ABC):
         """What a micro-batch adds to the number by which the global step's loss is divided: its supervised rows."""
         return batch.supervised
 
-    def external_parameters(self) -> list[nn.Parameter]:
-        """Weights that the forward pass reads outside of their own module's; an engine that shards weights must know."""
-        return []
-
     def figures(self, step: int) -> dict[str, float]:
         """What a log row says of a step beside loss and accuracy."""
         return {}

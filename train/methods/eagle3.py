@@ -4,7 +4,6 @@ Legend: T packed tokens, N chains, K steps, M supervised rows of all steps, E hi
 """
 
 import torch
-from torch import nn
 
 from longdraft.draft_models.config import TrainingFacts
 from longdraft.draft_models.eagle3 import Eagle3Draft
@@ -38,11 +37,6 @@ class Eagle3Method(Method):
 
     def denominator(self, batch: Packed) -> int:
         return len(batch.id_T) if self.forge else batch.supervised
-
-    def external_parameters(self) -> list[nn.Parameter]:
-        weight = self.draft.lm_head.weight
-        assert isinstance(weight, nn.Parameter)
-        return [weight]
 
     def facts(self, facts: TrainingFacts) -> TrainingFacts:
         anchors = self.settings.positions.anchors
