@@ -293,6 +293,11 @@ class TrainSettings(Settings):
         if not zero and (self.engine.config is not None or self.target.shard):
             given = "engine.config" if self.engine.config is not None else "target.shard"
             raise ValueError(f"{given} is for engine.name=deepspeed: set that, or leave it out")
+        if self.target.shard and (self.draft.init == "target" or self.draft.fit_tokens):
+            given = "draft.init=target" if self.draft.init == "target" else f"draft.fit_tokens={self.draft.fit_tokens}"
+            raise ValueError(
+                f"{given} reads the whole target: not with target.shard=true; use draft.init_from, or neither"
+            )
         if zero and self.optim.name != "adamw":
             raise ValueError(
                 f"optim.name={self.optim.name} needs whole matrices, which ZeRO cuts up: use adamw, or engine.name=torch"

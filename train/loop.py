@@ -25,7 +25,7 @@ from longdraft.train.metering import Meter
 from longdraft.train.methods.build import build_method
 from longdraft.train.provenance import write_run_file
 from longdraft.train.samples import Packed, SampleStream, resumed_cursor
-from longdraft.train.target import load_target, load_tokenizer
+from longdraft.train.target import FrozenTarget, load_target, load_tokenizer
 from longdraft.train.tracking import Tracker
 from longdraft.train.views import served_view
 
@@ -57,7 +57,7 @@ class Run:
         tokenizer = load_tokenizer(settings.target)
         self.corpus = open_corpus(settings, tokenizer)
         self.data = {"train": self.corpus.fingerprints()}
-        self.target = load_target(settings.target, group.device)
+        self.target = load_run_target(settings, group)
         limit = position_limit(settings, self.target.spec.max_position)
         self.method, said = build_method(
             settings, self.target, self.corpus, tokenizer, limit, group, resumed=found is not None
@@ -235,6 +235,8 @@ class Run:
         if not self.prompts:
             return
         s, g = self.settings, self.group
+        # A sharded target runs on all ranks at once: each goes through all prompts, and none adds up.
+        alone = s.target.shard
         with self.engine.whole() as draft:
             results = evaluate(
                 self.target,
@@ -242,14 +244,23 @@ class Run:
                 self.prompts,
                 s.evaluation.new_tokens,
                 s.eval_steps,
-                g.totals,
-                g.rank,
-                g.world,
+                (lambda *figures: list(figures)) if alone else g.totals,
+                0 if alone else g.rank,
+                1 if alone else g.world,
                 served_view(s),
             )
         buckets = {name: result.figures() for name, result in results.items()}
         read = {"context": s.evaluation.context, "view": s.evaluation.view} if s.evaluation.context else {}
         self.tracker.evaluation({"step": self.progress.step, "draft_steps": s.eval_steps, **read, "buckets": buckets})
+
+
+def load_run_target(settings: TrainSettings, group: Group) -> FrozenTarget:
+    """The whole target on every rank, or a share of it (``target.shard``)."""
+    if not settings.target.shard:
+        return load_target(settings.target, group.device)
+    from longdraft.train.sharded_target import load_sharded  # imports DeepSpeed
+
+    return load_sharded(settings.target, group)
 
 
 def position_limit(settings: TrainSettings, target_limit: int) -> int:

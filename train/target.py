@@ -233,7 +233,12 @@ def load_target(settings: TargetSettings, device: torch.device) -> FrozenTarget:
         UserError: a target that is not there, or that a LongSpec draft cannot read.
     """
     TargetSpec.from_config(load_config(settings))
-    dtype = resolve_dtype(settings.dtype, device)
+    model = load_model(settings, resolve_dtype(settings.dtype, device))
+    return FrozenTarget(model.to(device), settings.path, settings.max_batch_tokens)
+
+
+def load_model(settings: TargetSettings, dtype: torch.dtype) -> Any:
+    """The transformers model in a dtype, on the device that transformers chooses; raises as :func:`load_target`."""
     if settings.path.startswith(PREFIX):
         model: Any = tiny_random_model(settings.path.removeprefix(PREFIX))
         for weight in model.parameters():  # not model.to(dtype): the rotary frequencies stay float32
@@ -250,7 +255,7 @@ def load_target(settings: TargetSettings, device: torch.device) -> FrozenTarget:
             )
         except (OSError, ValueError, ImportError) as error:
             raise _unreadable(settings, error) from None
-    return FrozenTarget(model.to(device), settings.path, settings.max_batch_tokens)
+    return model
 
 
 def load_tokenizer(settings: TargetSettings) -> Any:

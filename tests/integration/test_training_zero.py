@@ -83,6 +83,13 @@ def test_zero3_trains_and_evaluates_an_eagle3_draft_as_the_torch_engine_does(run
     assert json.loads(one)["buckets"] == json.loads(other)["buckets"]
 
 
+@pytest.mark.parametrize("source", ["memory", "disk"])
+def test_a_sharded_target_teaches_what_the_whole_one_teaches(runs: Path, source: str) -> None:
+    assert_close(runs / f"{source}-shard-false", runs / f"{source}-shard-true")
+    one, other = ((runs / f"{source}-shard-{s}" / "evaluations.jsonl").read_text() for s in ("false", "true"))
+    assert json.loads(one)["buckets"] == json.loads(other)["buckets"]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(runs: Path, stage: str) -> None:
     found = json.loads((runs / "nan.json").read_text())[stage]

@@ -17,7 +17,8 @@ SHORT = ("schedule.max_steps=60", "schedule.save_every=20", "schedule.log_every=
 
 def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """The command in a process group of its own, from the repository's root as a user types it."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     with log.open("wb") as out:
         return subprocess.Popen(
             command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from tiny import tiny_model
 
 from longdraft.schema import load_settings
 from longdraft.train.config import EngineSettings, TrainSettings, find_config, resolve_data_paths
@@ -77,6 +78,11 @@ def two_ranks(folder: Path, group: Group) -> None:
     for engine in ("torch", "zero3"):  # one prompt: one rank evaluates while the other waits
         few = ("evaluation.prompts=1", "evaluation.new_tokens=8")
         run(folder, f"eagle3-{engine}", engine, *few, recipe="recipes/smoke/eagle3.yaml")
+    # Small batches of the target, and unlike numbers of them: ranks must still gather its layers together.
+    for path, name in (("tiny-random:llama", "memory"), (str(folder / "target"), "disk")):
+        for shard in ("false", "true"):
+            sizes = ("target.max_batch_tokens=300", "evaluation.prompts=3", "evaluation.new_tokens=8")
+            run(folder, f"{name}-shard-{shard}", "zero3", f"target.path={path}", f"target.shard={shard}", *sizes)
     found = {engine: refuse_nan(folder, engine) for engine in STAGES}
     if group.rank == 0:
         (folder / "nan.json").write_text(json.dumps(found))
@@ -88,6 +94,7 @@ def main_of_test(folder: Path, part: str) -> None:
     Group.close = lambda self: None  # type: ignore[method-assign]  # DeepSpeed keeps the first group's handles
     group = Group(load_settings(EngineSettings, None, ["device=cpu"]))
     if part == "one":
+        tiny_model("qwen3", folder / "target", tie_word_embeddings=False)
         run(folder, "one", "zero1")
     elif part == "two":
         two_ranks(folder, group)

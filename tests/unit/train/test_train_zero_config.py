@@ -74,6 +74,8 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
     zero2 = "recipes/deepspeed/zero2.yaml"
     with pytest.raises(UserError, match=r"target\.shard=true needs ZeRO stage 3"):
         read_zero_file(settings(zero2, "target.shard=true"))
+    with pytest.raises(UserError, match=r"draft\.init=target reads the whole target"):
+        settings("recipes/deepspeed/zero3.yaml", "target.shard=true", "draft.init=target")
     with pytest.raises(UserError, match=r"optim\.name=muon"):
         settings(zero2, "optim.name=muon")
     with pytest.raises(UserError, match=r"engine\.config is for engine\.name=deepspeed"):
