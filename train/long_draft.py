@@ -16,9 +16,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="long_draft.py", description="Train a LongSpec draft for a frozen target.")
     parser.add_argument("--config", help="YAML recipe")
     parser.add_argument("--plan", action="store_true", help="print shapes, tokens, memory and time; start nothing")
-    parser.add_argument(
-        "--trainer", choices=["longdraft", "specforge"], default="longdraft", help="who runs the steps (LongSpec only)"
-    )
+    parser.add_argument("--trainer", choices=["longdraft", "specforge"], default="longdraft", help="who runs the steps")
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="settings that replace the recipe's")
     return parser.parse_intermixed_args(argv)
 

@@ -1,6 +1,7 @@
 """SpecForge's own trainer trains our draft on a CPU (data parallel, its FSDP wants a GPU), stops, goes on, and hands it back."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,14 @@ from tiny import tiny_target
 
 from longdraft import cli
 from longdraft.draft_models.checkpoint import load_draft, read_config
+from longdraft.draft_models.eagle3 import Eagle3Draft
+from longdraft.schema import load_settings
+from longdraft.train.config import TargetSettings, TrainSettings
+from longdraft.train.documents import Corpus
+from longdraft.train.methods.eagle3 import Eagle3Method
+from longdraft.train.samples import pack
+from longdraft.train.target import load_target
+from longdraft.train.tiny_random import byte_tokenizer
 
 RECIPE = """
 run: {{name: sf, seed: 2, output_dir: {folder}}}
@@ -25,6 +34,19 @@ lag: {{max: 3}}
 engine: {{dtype: float32}}
 optim: {{lr: 3.0e-3}}
 schedule: {{max_steps: 4, micro_batch: 2, accumulate: 1, save_every: 2, keep: 3, log_every: 1}}
+"""
+EAGLE3 = """
+run: {{name: sf, seed: 2, output_dir: {folder}}}
+target: {{path: "tiny-random:llama:5", dtype: float32}}
+draft: {{arch: eagle3}}
+eagle3: {{draft_vocab_size: 250}}
+ttt: {{steps: 2, compat: specforge-0.2.0}}
+data: {{train: {data}, max_length: 64}}
+positions: {{offset_share: 0.0}}
+objective: {{rows: all}}
+engine: {{dtype: float32}}
+optim: {{lr: 3.0e-3}}
+schedule: {{max_steps: 2, micro_batch: 8, save_every: 2, log_every: 1}}
 """
 PROGRAM = """
 import sys
@@ -45,12 +67,12 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def run(recipe: Path, *overrides: str, ranks: int = 1) -> str:
+def run(recipe: Path, *overrides: str, ranks: int = 1, **environment: str) -> str:
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     program = recipe.parent / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, *launch, str(program), str(recipe), *overrides]
-    done = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True)
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -86,6 +108,34 @@ def test_two_ranks_train_one_draft(recipe: Path) -> None:
     assert out.count("step 2:") == 2, "both ranks say their step"
     root = recipe.parent / "runs" / "sf" / "specforge"
     assert read_config(root / "draft")["longdraft"]["training"]["steps"] == 2
+
+
+def test_it_trains_our_eagle3_draft_too_on_the_loss_that_ours_computes(recipe: Path) -> None:
+    recipe.write_text(EAGLE3.format(folder=recipe.parent / "runs", data=recipe.parent / "data.jsonl"))
+    data = recipe.parent / "data.jsonl"
+    data.write_text("\n".join(data.read_text().splitlines()[:8]) + "\n")  # of equal length; a step reads them all
+    out = run(recipe, TORCHDYNAMO_DISABLE="1", TRITON_INTERPRET="1")
+    root = recipe.parent / "runs" / "sf" / "specforge"
+    trained, first = (load_file(root / name / "model.safetensors") for name in ("draft", "initial"))
+    assert trained.keys() == first.keys()
+    for name, weight in trained.items():
+        assert torch.equal(weight, first[name]) == (name in ("d2t", "t2d")), name
+    target = load_target(TargetSettings(path="tiny-random:llama:5", dtype="float32"), torch.device("cpu"))
+    loaded = load_draft(root / "draft", target.spec)
+    assert loaded.config.kind == "eagle3"
+    assert read_config(root / "draft")["longdraft"]["training"]["steps"] == 2
+
+    settings = load_settings(TrainSettings, recipe)
+    start = Eagle3Draft(loaded.config)
+    start.load_state_dict(first)
+    method = Eagle3Method(settings, target, start.bind(target.embedding_VE))
+    corpus = Corpus(settings.data.train, settings.data, byte_tokenizer())
+    losses = []
+    for i in range(8):
+        batch = pack([corpus[i]], [torch.arange(len(corpus[i].ids))], all_rows=True)
+        losses.append(float(method(batch, 1).loss.detach()) / method.denominator(batch))
+    said = float(re.findall(r"step 1: .*?'loss': ([0-9.]+)", out)[0])
+    assert said == pytest.approx(sum(losses) / 8, rel=1e-2), "its head is bfloat16, so choices at a tie differ"
 
 
 def test_without_a_gpu_the_command_says_so_and_exits_2(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,18 +15,17 @@ from typing import Any, Literal
 
 import torch
 
-from longdraft.draft_models.checkpoint import CONFIG, save_draft
 from longdraft.draft_models.config import TrainingFacts
 from longdraft.errors import UserError
 from longdraft.train.checkpoints import check_trajectory, lock_folder
 from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Corpus
 from longdraft.train.engine import Group
-from longdraft.train.first_weights import build_draft, fit, rank_head
 from longdraft.train.loop import position_limit
 from longdraft.train.samples import Drawn, SampleStream
 from longdraft.train.specforge_seam.feature_files import FeatureSample, read_feature_file, write_feature_file
-from longdraft.train.target import FrozenTarget, load_target, load_tokenizer, resolve_dtype
+from longdraft.train.specforge_seam.sides import indexed_target, side_of
+from longdraft.train.target import load_target, load_tokenizer, resolve_dtype
 from longdraft.train.tiny_random import PREFIX
 
 Sharding = Literal["SHARD_GRAD_OP", "FULL_SHARD", "NO_SHARD"]
@@ -49,7 +48,13 @@ class Places:
 
     @property
     def target(self) -> Path:
+        """A target that is made in memory."""
         return self.root / "target"
+
+    @property
+    def indexed(self) -> Path:
+        """Links to a target's files, with an index beside them."""
+        return self.root / "target-indexed"
 
     @property
     def checkpoints(self) -> Path:
@@ -76,13 +81,12 @@ def check(settings: TrainSettings, sharding: Sharding) -> None:
         ) from None
     s = settings
     unlike = {
-        f"objective.name={s.objective.name}": (s.objective.name != "ce", "ce"),
         f"optim.name={s.optim.name}": (s.optim.name != "adamw", "adamw"),
         f"optim.schedule={s.optim.schedule}": (s.optim.schedule == "linear", "cosine or constant"),
         f"optim.min_ratio={s.optim.min_ratio}": (s.optim.min_ratio != 0, "0"),
         "data.packing=True": (s.data.packing, "false"),
         f"data.source={s.data.source}": (s.data.source != "online", "online"),
-        f"views.share={s.views.share}": (s.views.share > 0, "0"),
+        **side_of(s).unlike(s),
     }
     for named, (wrong, instead) in unlike.items():
         if wrong:
@@ -90,7 +94,7 @@ def check(settings: TrainSettings, sharding: Sharding) -> None:
 
 
 def train_with_specforge(settings: TrainSettings, sharding: Sharding = "SHARD_GRAD_OP") -> Path | None:
-    """Train a recipe's LongSpec draft with SpecForge; under torchrun this is one of its ranks.
+    """Train a recipe's draft with SpecForge; under torchrun this is one of its ranks.
 
     Args:
         settings: the recipe. Its optimizer has fixed betas and no weight decay, which is said.
@@ -142,7 +146,7 @@ def prepare(settings: TrainSettings, places: Places, world: int) -> None:
     Raises:
         UserError: too few usable documents for one step of all ranks.
     """
-    group = Group(settings.engine) if world == 1 else _alone(settings)
+    side, group = side_of(settings), Group(settings.engine) if world == 1 else _alone(settings)
     target = load_target(settings.target, group.device)
     tokenizer = load_tokenizer(settings.target)
     corpus = Corpus(settings.data.train, settings.data, tokenizer)
@@ -153,12 +157,11 @@ def prepare(settings: TrainSettings, places: Places, world: int) -> None:
         target.model.save_pretrained(making)  # SpecForge reads embedding and head from a folder
         making.rename(places.target)  # once: a resumed run checks that its files are the same
     if not places.initial.exists():
-        draft = build_draft(settings, target)
-        rank_head(draft, settings, corpus, tokenizer)
-        fit(draft, target, settings, corpus, limit, group)
-        save_draft(draft, making, target.name)
-        _add_objective(making / CONFIG, settings)
+        side.write_first(settings, target, corpus, tokenizer, limit, group, making)
         making.rename(places.initial)
+    source = target_folder(settings, places)
+    if settings.draft.arch == "eagle3" and source.is_dir():
+        indexed_target(source, places.indexed)
     s = settings.schedule
     wanted = s.max_steps * s.micro_batch * s.accumulate * world
     count = tokens = 0
@@ -168,11 +171,11 @@ def prepare(settings: TrainSettings, places: Places, world: int) -> None:
             continue
         path = places.features / f"{index:08d}.ckpt"
         if not path.exists():
-            _capture(target, drawn, settings, path)
+            _write(drawn, side.tensors(target, drawn, places.initial), settings, path)
         count, tokens = count + 1, tokens + len(drawn.document.ids)
         if count in (1, 100):  # early, so that a disk that is too small is seen before the work
-            size = tokens / count * min(wanted, len(corpus)) * target.spec.kv_bytes_per_token / 2**30
-            print(f"features in {places.features}: about {size:.1f} GiB in 16 bit", flush=True)
+            size = path.stat().st_size / len(drawn.document.ids) * tokens / count * min(wanted, len(corpus)) / 2**30
+            print(f"features in {places.features}: about {size:.1f} GiB", flush=True)
         if count == wanted:
             break
     if count < world * s.micro_batch:
@@ -191,23 +194,16 @@ def _alone(settings: TrainSettings) -> Group:
         os.environ["WORLD_SIZE"] = former
 
 
-def _capture(target: FrozenTarget, drawn: Drawn, settings: TrainSettings, path: Path) -> None:
-    document, position = drawn.document, drawn.position_L.to(target.device)
-    ids = torch.tensor(document.ids, device=target.device)
-    seen = target.capture(ids, position, [0, len(ids)])
-    mask = torch.ones_like(ids) != 0 if settings.objective.rows == "all" else torch.tensor(document.supervised)
-    write_feature_file(FeatureSample(ids, mask, {"position": position, "k": seen.k_TKD, "v": seen.v_TKD}), path)
+def _write(drawn: Drawn, tensors: dict[str, torch.Tensor], settings: TrainSettings, path: Path) -> None:
+    ids, every = torch.tensor(drawn.document.ids), settings.objective.rows == "all"
+    mask = torch.ones_like(ids) != 0 if every else torch.tensor(drawn.document.supervised)
+    mask[0] = False  # nothing leads to a document's first token
+    write_feature_file(FeatureSample(ids, mask, tensors), path)
 
 
-def _add_objective(path: Path, settings: TrainSettings) -> None:
-    """SpecForge's run config takes nothing of ours: the objective's settings travel in the draft's JSON."""
-    training = {
-        "lag_min": settings.lag.min,
-        "lag_max": settings.lag.max,
-        "seed": settings.run.seed,
-        "chunk": settings.objective.chunk,
-    }
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"longspec_training": training}, indent=1) + "\n")
+def target_folder(settings: TrainSettings, places: Places) -> Path:
+    """Where the target's files are; a hub's name is no folder and stays as it is."""
+    return places.target if settings.target.path.startswith(PREFIX) else Path(settings.target.path)
 
 
 def run_config(settings: TrainSettings, places: Places, sharding: Sharding) -> Any:
@@ -219,16 +215,19 @@ def run_config(settings: TrainSettings, places: Places, sharding: Sharding) -> A
     if latest.exists() and s.run.resume == "never":
         raise UserError(f"{latest} exists: use another run.name, or run.resume=auto")
     start = {"draft_checkpoint_path": str(places.initial)}
+    side_model, side_training = side_of(s).sections(s, places.initial)
+    source = places.indexed if places.indexed.exists() else target_folder(s, places)
     model = {
-        "target_model_path": str(places.target) if s.target.path.startswith(PREFIX) else s.target.path,
+        **side_model,
+        "target_model_path": str(source),
         "draft_model_config": str(places.initial),
         "torch_dtype": str(resolve_dtype(s.engine.dtype, device)).removeprefix("torch."),
         "trust_remote_code": s.target.trust_remote_code,
         **({} if latest.exists() else start),
     }
     training = {
-        "strategy": "longspec",
-        "attention_backend": "sdpa",
+        **side_training,
+        "strategy": side_of(s).strategy,
         "fsdp_sharding": sharding,
         "num_epochs": s.schedule.max_steps * s.schedule.accumulate,  # max_steps ends the run
         "max_steps": s.schedule.max_steps,
@@ -290,26 +289,14 @@ def export(settings: TrainSettings, places: Places) -> Path:
     Returns:
         The folder, as serving takes it.
     """
-    from specforge.training.model_loading import load_draft_config_source
-
-    from longdraft.train.specforge_seam.longspec_draft import LongSpecDraftModel
-
     latest = places.checkpoints / f"{settings.run.name}-latest" / "training_state.pt"
     state = torch.load(latest, map_location="cpu", weights_only=True)
-    draft = LongSpecDraftModel(load_draft_config_source(str(places.initial)))
-    draft.load_state_dict(state["draft_state_dict"])
     length = position = 0
     for path in places.features.glob("*.ckpt"):
         sample = read_feature_file(path)
         length = max(length, len(sample.id_S))
         position = max(position, int(sample.tensors["position"].max()) + 1)
-    facts = TrainingFacts(
-        steps=int(state["global_step"]),
-        max_length=length,
-        max_position=position,
-        anchors=settings.positions.anchors,
-        max_lag=settings.lag.max,
-    )
-    save_draft(draft, places.draft, settings.target.path, facts, state["draft_state_dict"])
+    facts = TrainingFacts(steps=int(state["global_step"]), max_length=length, max_position=position)
+    side_of(settings).export(settings, places.initial, state["draft_state_dict"], facts, places.draft)
     print(f"saved {places.draft}", flush=True)
     return places.draft

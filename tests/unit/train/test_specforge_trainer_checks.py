@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
+from tiny import tiny_model, tiny_target
 
 from longdraft.errors import UserError
 from longdraft.schema import validate
 from longdraft.train.config import TrainSettings
+from longdraft.train.specforge_seam.sides import indexed_target
 from longdraft.train.specforge_seam.trainer import Places, check, keep_trajectory, run_config
 
 
@@ -31,6 +34,45 @@ def test_a_setting_that_it_would_ignore_is_refused(section: str, value: dict[str
     check(settings(), "NO_SHARD")
     with pytest.raises(UserError, match=named):
         check(settings(**{section: value}), "NO_SHARD")
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "named"),
+    [
+        ("ttt", {"decay": 0.9}, "ttt.decay=0.9"),
+        ("ttt", {"out_of_vocab": "keep"}, "ttt.out_of_vocab=keep"),
+        ("ttt", {"compat": "none"}, "ttt.compat=none"),
+        ("positions", {"offset_share": 0.5}, "positions.offset_share=0.5"),
+        ("eagle3", {"window": 9}, "eagle3.window=9"),
+        ("eagle3", {"norm_output": True}, "eagle3.norm_output=True"),
+    ],
+)
+def test_what_its_eagle3_is_not_is_refused_too(section: str, value: dict[str, object], named: str) -> None:
+    base: dict[str, dict[str, object]] = {
+        "draft": {"arch": "eagle3"},
+        "ttt": {"compat": "specforge-0.2.0"},
+        "positions": {"offset_share": 0.0},
+    }
+    check(settings(**base), "NO_SHARD")
+    with pytest.raises(UserError, match=named):
+        check(settings(**{**base, section: {**base.get(section, {}), **value}}), "NO_SHARD")
+
+
+def test_a_single_file_target_gets_the_index_that_its_head_loader_wants(tmp_path: Path) -> None:
+    from specforge.modeling.target.target_head import TargetHead
+
+    source = tiny_model("llama", tmp_path / "target")
+    with pytest.raises(FileNotFoundError, match=r"index\.json"):
+        TargetHead(str(source)).load_weights(str(source))
+    indexed = indexed_target(source, tmp_path / "indexed")
+    head = TargetHead(str(indexed))
+    head.load_weights(str(indexed))
+    assert torch.equal(head.fc.weight, tiny_target("llama").head_VE)
+    assert indexed_target(source, tmp_path / "indexed") == indexed
+    assert indexed_target(indexed, tmp_path / "again") == indexed
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no safetensors"):
+        indexed_target(tmp_path / "empty", tmp_path / "other")
 
 
 def test_a_recipe_becomes_its_run_config(tmp_path: Path) -> None:
