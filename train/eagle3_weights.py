@@ -6,7 +6,8 @@ import torch
 
 from longdraft.draft_models.checkpoint import load_draft
 from longdraft.draft_models.eagle3 import Eagle3Draft
-from longdraft.draft_models.eagle3_config import Eagle3Config, Eagle3Settings
+from longdraft.draft_models.eagle3_config import Eagle3Config, Eagle3Settings, rope_reach
+from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
 from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Documents
@@ -36,10 +37,47 @@ def build_eagle3(
         said = _choose_vocabulary(draft, settings, corpus, tokenizer)
         if settings.draft.init == "target":
             _copy_head(draft, target)
+    check_trained_positions(draft.config, settings)
     frequencies = draft.rotary.inverse
     draft = draft.to(device=target.device, dtype=dtype)
     draft.rotary.inverse = frequencies.to(target.device)  # a cast to 16 bit would bend far positions
     return draft.train().bind(target.embedding_VE, target.head_VE), said
+
+
+def check_trained_positions(config: Eagle3Config, settings: TrainSettings) -> None:
+    """Check that the draft's rotation covers what a run trains, before the run costs anything.
+
+    A stretched rotation is made for a context and the tokens drafted behind it, so it must cover both; any other one is
+    held to the trained positions alone, as a target's own limit may be the training length.
+
+    Args:
+        config: of the draft that the run would train.
+        settings: of the run.
+
+    Raises:
+        UserError: positions beyond ``eagle3.max_position`` or beyond ``original * factor``.
+    """
+    length, highest = trained_context(settings, config.target)
+    reach = rope_reach(config.rope)
+    behind = settings.ttt.steps + 1 if reach is not None and config.settings.rope is not None else 0
+    need, covered = highest + behind, config.max_position
+    if need <= covered:
+        return
+    remedy = f"lower {length} to {covered - behind}"
+    if reach is not None and reach < need:
+        original = config.rope["original_max_position_embeddings"]
+        remedy += f", or set eagle3.rope.factor to {-(-need // original)} (original {original})"
+    else:
+        remedy += f", or set eagle3.max_position={need} or a stretched eagle3.rope"
+    drafted = f" and {behind} draft tokens" if behind else ""
+    raise UserError(f"{length}={highest}{drafted} pass the {covered} positions that the draft covers: {remedy}")
+
+
+def trained_context(settings: TrainSettings, spec: TargetSpec) -> tuple[str, int]:
+    """The setting that decides the largest trained position, and that position plus one."""
+    if settings.positions.offset_share == 0:
+        return "data.max_length", settings.data.max_length
+    return "positions.max_position", settings.positions.max_position or spec.max_position
 
 
 def _warm_start(settings: TrainSettings, target: FrozenTarget) -> tuple[Eagle3Draft, str]:
@@ -58,6 +96,8 @@ def _warm_start(settings: TrainSettings, target: FrozenTarget) -> tuple[Eagle3Dr
         )
     if not changed:
         return loaded, ""
+    if "rope" in changed and "max_position" not in changed:
+        changed["max_position"] = None  # an imported draft's own limit was its old rotation's
     adapted = Eagle3Settings.model_validate(was.model_dump() | {k: getattr(settings.eagle3, k) for k in changed})
     draft = Eagle3Draft(Eagle3Config(target.spec, adapted))
     draft.load_state_dict(loaded.state_dict())

@@ -13,6 +13,7 @@ from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.target import TargetSpec
 from longdraft.train.checkpoints import Checkpoints, check_trajectory
 from longdraft.train.config import TrainSettings, as_list
+from longdraft.train.eagle3_weights import check_trained_positions
 from longdraft.train.loop import position_limit
 from longdraft.train.target import plan_config, resolve_dtype
 from longdraft.train.tracking import METRICS, clock, read_rows
@@ -50,7 +51,9 @@ def count_parameters(config: Any, spec: TargetSpec, settings: TrainSettings) -> 
 def draft_of(spec: TargetSpec, settings: TrainSettings) -> LongSpecDraft | Eagle3Draft:
     """The draft that the settings describe, untrained."""
     if settings.draft.arch == "eagle3":
-        return Eagle3Draft(Eagle3Config(spec, settings.eagle3))
+        config = Eagle3Config(spec, settings.eagle3)
+        check_trained_positions(config, settings)
+        return Eagle3Draft(config)
     return LongSpecDraft(LongSpecConfig(spec, settings.draft.architecture))
 
 

@@ -1,17 +1,22 @@
 """EAGLE-3's objective against a loop that says what it means; warm starts, vocabularies and refusals."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from tiny import tiny_eagle3, tiny_target
 
 from longdraft.draft_models.checkpoint import load_draft, read_config
 from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.eagle3_ttt import reference_ttt
 from longdraft.errors import UserError
+from longdraft.kernels.dense_attention import dense_attention
 from longdraft.kernels.linear_cross_entropy import IGNORED
 from longdraft.schema import validate
 from longdraft.train.config import TrainSettings
@@ -21,6 +26,7 @@ from longdraft.train.samples import Packed
 from longdraft.train.target import FrozenTarget
 
 SMOKE = "recipes/smoke/eagle3.yaml"
+SGLANG = Path(__file__).parents[2] / "sglang_eagle3.py"
 
 
 def settings(**ttt: Any) -> TrainSettings:
@@ -181,3 +187,77 @@ def test_a_warm_start_refuses_what_would_change_the_weights(tmp_path: Path, caps
 def test_settings_of_the_other_draft_are_refused(sections: dict[str, Any], word: str) -> None:
     with pytest.raises(UserError, match=word):
         validate(TrainSettings, {"target": {"path": "x"}, "data": {"train": "x"}} | sections)
+
+
+YARN = "eagle3.rope={rope_type: yarn, factor: 4, original_max_position_embeddings: 128}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [YARN],
+            r"data.max_length=512 and 4 draft tokens pass the 512 .* lower data.max_length to 508, or .*factor to 5",
+        ),
+        (
+            [YARN, "data.max_length=256", "positions.offset_share=1", "positions.max_position=512"],
+            "positions.max_position=512 and 4 draft tokens",
+        ),
+        (["eagle3.max_position=500"], r"data.max_length=512 pass the 500 .*set eagle3.max_position=512"),
+    ],
+)
+@pytest.mark.parametrize("plan", [["--plan"], []])
+def test_positions_beyond_the_rotation_are_refused_before_anything_runs(
+    overrides: list[str], message: str, plan: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", SMOKE, f"run.output_dir={tmp_path}", *overrides, *plan]) == 2
+    said = capsys.readouterr().err
+    assert re.search(message, said) and said.count("\n") == 1
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_rotation_that_just_covers_the_run_is_trained(tmp_path: Path) -> None:
+    run(tmp_path, "fits", YARN, "data.max_length=508", "schedule.max_steps=1")
+    run(tmp_path, "own", "eagle3.max_position=512", "schedule.max_steps=1")
+
+
+def test_a_short_draft_adapted_by_yarn_is_served_with_the_stretched_rotation(tmp_path: Path) -> None:
+    """An imported draft brings its old limit; the stretched rotation replaces it, and SGLang's loader reads the new one."""
+    short = run(tmp_path, "short", "data.max_length=128", "eagle3.max_position=128", "schedule.max_steps=2")
+    yarn = "eagle3.rope={rope_type: yarn, factor: 8, original_max_position_embeddings: 128}"
+    folder = run(tmp_path, "yarn", f"draft.init_from={short}", yarn, "schedule.max_steps=2")
+    written = read_config(folder)
+    for rotation in (written["rope_scaling"], written["rope_parameters"]):
+        assert (rotation["rope_type"], rotation["factor"], rotation["original_max_position_embeddings"]) == (
+            "yarn",
+            8,
+            128,
+        )
+    assert written["max_position_embeddings"] == 1024
+    target = tiny_target("llama", num_hidden_layers=4)
+    rows, far = 6, 700  # beyond the short draft's positions
+    torch.manual_seed(0)
+    given = {
+        "embedding": target.embedding_VE.clone(),
+        "aux": torch.randn(rows, 3 * target.spec.hidden_size),
+        "ids": torch.randint(target.spec.vocab_size, (rows,)),
+        "positions": torch.arange(far, far + rows),
+    }
+    save_file(given, folder / "inputs.safetensors")
+    done = subprocess.run([sys.executable, SGLANG, folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    draft = load_draft(folder, target.spec)
+    assert isinstance(draft, Eagle3Draft)
+    draft.bind(target.embedding_VE, target.head_VE)
+    mask = torch.ones(rows, rows, dtype=torch.bool).tril()
+    with torch.no_grad():
+        normed, _ = draft(
+            given["ids"],
+            draft.fuse(given["aux"]),
+            given["positions"],
+            lambda q, k, v: dense_attention(q, k, v, draft.config.head_dim**-0.5, mask)[0],
+        )
+        logits = draft.draft_logits(normed)
+    theirs = load_file(folder / "outputs.safetensors")
+    torch.testing.assert_close(logits, theirs["logits"], rtol=2e-4, atol=2e-4)
+    assert torch.equal(draft.target_ids, theirs["ids"])
