@@ -1,4 +1,6 @@
-"""Dummy target, draft weights and feature files of the training measurement, in the formats that SpecForge 0.2.0 reads.
+"""python -m longdraft.bench.training_files WORK SHAPE DEVICE COPIES LENGTH:ROWS ...: the training measurement's dummy files.
+
+A target, draft weights and feature files in the formats that SpecForge 0.2.0 reads.
 
 Both sides read these files, so both train the same draft on the same rows. Random features say nothing of quality. The dummy
 head's rows outside the draft vocabulary are small, so that the target's choice is nearly always a token that the draft has, as

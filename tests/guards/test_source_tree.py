@@ -42,6 +42,23 @@ def test_the_plugin_is_imported_without_a_gpu(repository: Path) -> None:
     assert done.stdout.strip() == "False"
 
 
+def test_only_the_seam_imports_specforge(repository: Path) -> None:
+    program = (
+        "import sys, longdraft.train.loop, longdraft.train.long_draft, longdraft.train.features.capture, "
+        "longdraft.train.generate, longdraft.draft_models.convert; print('specforge' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stderr
+    outside = [
+        path.relative_to(repository)
+        for path in our_sources(repository)
+        if re.search(r"^\s*(import|from) specforge", path.read_text(), re.M)
+        and path.parent.name != "specforge_seam"
+        and path.parts[len(repository.parts)] != "bench"
+    ]
+    assert outside == []
+
+
 def our_sources(repository: Path) -> list[Path]:
     folders = [repository / name for name in OUR_FOLDERS] + [repository / "src" / "longdraft"]
     return [path for folder in folders for path in folder.glob("**/*.py")]

@@ -71,7 +71,7 @@ def check(settings: TrainSettings, sharding: Sharding) -> None:
     Raises:
         UserError: a CPU, a package that is not there, or a setting that it would ignore.
     """
-    if sharding != "NO_SHARD" and not torch.cuda.is_available():
+    if sharding != "NO_SHARD" and (settings.engine.device == "cpu" or not torch.cuda.is_available()):
         raise UserError("--trainer specforge needs a GPU (its FSDP refuses a CPU): use one, or leave --trainer out")
     try:
         import specforge  # noqa: F401
@@ -85,6 +85,9 @@ def check(settings: TrainSettings, sharding: Sharding) -> None:
         f"optim.schedule={s.optim.schedule}": (s.optim.schedule == "linear", "cosine or constant"),
         f"optim.min_ratio={s.optim.min_ratio}": (s.optim.min_ratio != 0, "0"),
         "data.packing=True": (s.data.packing, "false"),
+        f"engine.name={s.engine.name}": (s.engine.name != "torch", "torch; its engine is FSDP"),
+        f"schedule.max_seconds={s.schedule.max_seconds}": (s.schedule.max_seconds is not None, "none"),
+        f"tracking.wandb={s.tracking.wandb}": (s.tracking.wandb != "off", "off; it prints every step"),
         f"data.source={s.data.source}": (s.data.source != "online", "online"),
         **side_of(s).unlike(s),
     }
@@ -116,7 +119,7 @@ def train_with_specforge(settings: TrainSettings, sharding: Sharding = "SHARD_GR
             o = settings.optim
             print(
                 f"SpecForge's AdamW: betas 0.9, 0.999 and no weight decay; optim.betas={o.betas} and "
-                f"optim.weight_decay={o.weight_decay} are not used",
+                f"optim.weight_decay={o.weight_decay} are not used; evaluation.* is not run",
                 flush=True,
             )
             prepare(settings, places, world)

@@ -28,6 +28,9 @@ def settings(**sections: dict[str, object]) -> TrainSettings:
         ("data", {"packing": True}, "data.packing=True"),
         ("data", {"source": "features", "features": "x"}, "data.source=features"),
         ("views", {"share": 0.5}, "views.share=0.5"),
+        ("schedule", {"max_seconds": 9}, "schedule.max_seconds=9"),
+        ("tracking", {"wandb": "offline"}, "tracking.wandb=offline"),
+        ("engine", {"name": "deepspeed", "config": "x.yaml"}, "engine.name=deepspeed"),
     ],
 )
 def test_a_setting_that_it_would_ignore_is_refused(section: str, value: dict[str, object], named: str) -> None:
