@@ -243,6 +243,13 @@ class EngineSettings(Settings):
     )
 
 
+class PlanSettings(Settings):
+    """What ``--plan`` assumes of machines that are not here; a run itself ignores it."""
+
+    ranks: int | None = Field(None, ge=1, description="GPUs of the run; None: those of this launch")
+    gpu_gib: float | None = Field(None, gt=0, description="memory of one, in GiB; a plan beyond it is refused")
+
+
 class TrackingSettings(Settings):
     wandb: Literal["off", "auto", "online", "offline"] = Field("off", description="auto is offline without a key")
     project: str = "longdraft"
@@ -268,6 +275,7 @@ class TrainSettings(Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
     engine: EngineSettings = EngineSettings()
     tracking: TrackingSettings = TrackingSettings()
+    plan: PlanSettings = PlanSettings()
 
     @model_validator(mode="after")
     def _fits(self) -> "TrainSettings":

@@ -1,7 +1,6 @@
 """What ``--plan`` prints: shapes, tokens, memory a rank and, from a former run, time. Loads no weights, starts nothing."""
 
 import statistics
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,27 +14,9 @@ from longdraft.train.checkpoints import Checkpoints, check_trajectory
 from longdraft.train.config import TrainSettings, as_list
 from longdraft.train.eagle3_weights import check_trained_positions
 from longdraft.train.loop import position_limit
-from longdraft.train.target import plan_config, resolve_dtype
+from longdraft.train.memory_plan import check_fit, device_of, engine_text, estimate_memory, memory_text
+from longdraft.train.target import plan_config
 from longdraft.train.tracking import METRICS, clock, read_rows
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes a rank. Activations are an upper estimate for a full micro-batch; allocators and libraries add about 1 GiB."""
-
-    target: int
-    draft: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        return self.target + self.draft + self.activations
-
-
-def device_of(settings: TrainSettings) -> torch.device:
-    """Where the run would compute."""
-    cuda = settings.engine.device != "cpu" and torch.cuda.is_available()
-    return torch.device("cuda" if cuda else "cpu")
 
 
 def count_parameters(config: Any, spec: TargetSpec, settings: TrainSettings) -> tuple[int, int]:
@@ -57,49 +38,14 @@ def draft_of(spec: TargetSpec, settings: TrainSettings) -> LongSpecDraft | Eagle
     return LongSpecDraft(LongSpecConfig(spec, settings.draft.architecture))
 
 
-def estimate_memory(
-    spec: TargetSpec, parameters: tuple[int, int], settings: TrainSettings, device: torch.device
-) -> Memory:
-    """Bytes a rank, from shapes alone.
-
-    Args:
-        spec: the target's shapes.
-        parameters: of the target and of the draft.
-        settings: lengths, batch, dtypes.
-        device: decides ``auto`` dtypes.
-    """
-    item_target = resolve_dtype(settings.target.dtype, device).itemsize
-    item_draft = resolve_dtype(settings.engine.dtype, device).itemsize
-    tokens = settings.schedule.micro_batch * settings.data.max_length
-    # Weights, float32 gradients and the moments (AdamW has two, Muon one); 16-bit drafts add float32 masters and their
-    # own gradients.
-    stepped = {"adamw": 16, "muon": 12}[settings.optim.name]
-    a_parameter = stepped if item_draft == 4 else 2 * item_draft + stepped
-    wide, narrow = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    kept = item_draft * (12 * hidden + 4 * inner + 8 * wide + 6 * narrow) + 4 * 3 * (2 * wide + narrow)
-    eagle3 = settings.draft.arch == "eagle3"
-    scored = (settings.eagle3.draft_vocab_size if eagle3 else settings.draft.head_tokens) or spec.vocab_size
-    if eagle3:
-        # Every step keeps what enters its projections and MLP and its own keys; the features are three hidden rows.
-        kept = item_draft * (12 * hidden + settings.ttt.steps * (5 * hidden + 3 * wide + 2 * narrow))
-    logits = min(tokens, settings.objective.chunk) * scored * (24 if settings.objective.name == "kl" else 12)
-    cache = 2 * narrow * item_target
-    at_once = min(tokens, max(settings.target.max_batch_tokens, settings.data.max_length))
-    passing = at_once * item_target * (4 * hidden + 3 * inner + 3 * wide)
-    return Memory(
-        parameters[0] * item_target,
-        parameters[1] * a_parameter,
-        tokens * cache + max(passing, tokens * kept + logits),
-    )
-
-
 def plan_text(settings: TrainSettings, world: int) -> str:
     """The lines that ``--plan`` prints.
 
     Raises:
-        UserError: as the run itself would, where that shows without weights or data.
+        UserError: as the run itself would, where that shows without weights or data; or a plan that does not fit into
+            ``plan.gpu_gib``, with what to change.
     """
+    world = settings.plan.ranks or world
     config = plan_config(settings.target)
     spec, device = TargetSpec.from_config(config), device_of(settings)
     limit = position_limit(settings, spec.max_position)
@@ -112,7 +58,7 @@ def plan_text(settings: TrainSettings, world: int) -> str:
     offsets = f"{anchors}, {share}" if settings.positions.offset_share else "plain"
     views = settings.views
     budgets = f"{', '.join(map(str, views.budgets))} keys in {views.share:.0%} of the documents"
-    memory = estimate_memory(spec, parameters, settings, device)
+    memory = estimate_memory(spec, parameters, settings, device, world)
     lines = {
         "recipe": _recipe(settings),
         "run": f"{settings.run.name} in {settings.folder} ({_state(settings)})",
@@ -126,12 +72,11 @@ def plan_text(settings: TrainSettings, world: int) -> str:
             f"tokens ({s.micro_batch} micro-batch x {s.accumulate} accumulate x {world} ranks)"
         ),
         "steps": f"{s.max_steps}, save every {s.save_every}, evaluate every {s.eval_every or 'end'}",
-        "memory": (
-            f"about {_gib(memory.total)} a rank on {device.type}: target {_gib(memory.target)}, draft, optimizer and "
-            f"gradients {_gib(memory.draft)}, activations {_gib(memory.activations)}"
-        ),
+        "engine": engine_text(settings, world),
+        "memory": memory_text(memory, device),
         "time": _time(settings),
     }
+    check_fit(spec, parameters, settings, device, world, memory)
     return "\n".join(f"{name:<10} {text}" for name, text in lines.items())
 
 
@@ -177,7 +122,3 @@ def _time(settings: TrainSettings) -> str:
     a_step = statistics.median(row["seconds_per_step"] for row in rows[-20:])
     left = max(settings.schedule.max_steps - rows[-1]["step"], 0)
     return f"{a_step:.3f} s a step in the former run of this name; {left} steps left, {clock(a_step * left)}"
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"

@@ -13,8 +13,8 @@ from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.schema import load_settings
 from longdraft.train import loop
 from longdraft.train.config import TrainSettings, find_config
-from longdraft.train.estimate import estimate_memory
 from longdraft.train.long_draft import main
+from longdraft.train.memory_plan import estimate_memory
 
 ROOT = Path(__file__).parents[3]
 SMOKE = ROOT / "recipes/smoke/longspec.yaml"
