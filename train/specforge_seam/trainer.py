@@ -4,6 +4,7 @@ Rank 0 writes the first weights and the features under ``<run folder>/specforge`
 process group forms. The trained draft is written there in our format.
 """
 
+import gc
 import json
 import os
 import random
@@ -123,6 +124,9 @@ def train_with_specforge(settings: TrainSettings, sharding: Sharding = "SHARD_GR
                 flush=True,
             )
             prepare(settings, places, world)
+            gc.collect()  # the target is in cycles; its memory is the trainer's now
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
         _run(settings, places, sharding)
         return export(settings, places) if rank == 0 else None
     finally:
