@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.draft_models.chain import Choose, argmax_choice
 from longdraft.draft_models.eagle3 import Eagle3Draft
+from longdraft.draft_models.eagle3_chain import propose_eagle3_chain
 from longdraft.draft_models.window_state import EMPTY
 
 
@@ -83,7 +84,6 @@ class FeatureState:
         return scaled_dot_product_attention(q_BHD[:, :, None], k, v, attn_mask=mask, enable_gqa=True)[:, :, 0]
 
 
-@torch.no_grad()
 def propose_from_features(
     state: FeatureState, row_B: torch.Tensor, root_B: torch.Tensor, steps: int, choose: Choose = argmax_choice
 ) -> torch.Tensor:
@@ -96,15 +96,9 @@ def propose_from_features(
         steps: at least 1.
         choose: the draft's pick from its ``[B, V]`` logits, given the position of the token that it read and the step.
     """
-    draft, hidden_BE, token_B, drafted = state.draft, state.feature[row_B], root_B, []
     length_B = state.length[row_B]
-    for step in range(steps):
-        at_B = length_B - 1 + step  # the row of the token before the one that is read
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at_B: torch.Tensor = at_B) -> torch.Tensor:
-            return state.attend(row_B, at_B, q, k, v)
+    def attend(step: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return state.attend(row_B, length_B - 1 + step, q, k, v)
 
-        normed_BE, hidden_BE = draft(token_B, hidden_BE, at_B, attend)
-        token_B = choose(draft.logits(normed_BE), at_B + 1, step)
-        drafted.append(token_B)
-    return torch.stack(drafted, 1)
+    return propose_eagle3_chain(state.draft, state.feature[row_B], root_B, length_B, steps, attend, choose)

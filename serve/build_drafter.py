@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from longdraft.draft_models.checkpoint import load_draft, read_config, training_facts
-from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.target import TargetSpec
 from longdraft.serve.drafters.base import Drafter
+from longdraft.serve.drafters.eagle3 import Eagle3Drafter
 from longdraft.serve.drafters.longspec import LongSpecDrafter
 from longdraft.serve.drafters.lookup import LookupDrafter
 from longdraft.serve.settings import ServeSettings
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_drafter(server_args: Any, settings: ServeSettings, runner: Any) -> Drafter:
-    """LongSpec where a draft folder is given, else lookup.
+    """The draft that a folder holds where one is given, else lookup.
 
     Args:
         server_args: SGLang's arguments.
@@ -30,7 +31,6 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any) -> Dra
     target = TargetSpec.from_config(runner.model_config.hf_text_config)
     embedding, head = runner.model.get_embed_and_head()
     draft = load_draft(folder, target, dtype=runner.dtype, device=embedding.device).bind(embedding, head)
-    assert isinstance(draft, LongSpecDraft), "checks.py refuses other kinds at start-up"
     if any(not bool(torch.isfinite(p).all()) for p in draft.parameters()):
         logger.error(
             "longdraft: the draft in %s has weights that are not finite: answers stay right, nothing it drafts will be kept",
@@ -45,11 +45,7 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any) -> Dra
             trained,
         )
     attention = None if settings.attention == "auto" else settings.attention
-    return LongSpecDrafter(
-        draft,
-        server_args.max_running_requests + 1,
-        server_args.speculative_num_steps,
-        settings.draft_context,
-        settings.draft_sinks,
-        attention,
-    )
+    rows, reads = server_args.max_running_requests + 1, (settings.draft_context, settings.draft_sinks)
+    if isinstance(draft, Eagle3Draft):
+        return Eagle3Drafter(draft, rows, steps, *reads, attention)
+    return LongSpecDrafter(draft, rows, steps, *reads, attention)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from longdraft.draft_models.checkpoint import check_draft, read_config
-from longdraft.draft_models.config import LongSpecConfig
+from longdraft.draft_models.eagle3_config import Eagle3Config, check_reach, rope_reach
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
 from longdraft.serve.settings import read_environment
@@ -100,8 +100,11 @@ def _check_models(server_args: Any) -> None:
     if folder is None:
         return
     target = TargetSpec.from_config(text)
-    if config["longdraft"]["draft"] != LongSpecConfig.kind:
-        raise UserError(
-            f"{folder} holds an EAGLE-3 draft, which LONGDRAFT does not serve yet: serve it with --speculative-algorithm EAGLE3"
-        )
-    check_draft(folder, config, target)
+    own = check_draft(folder, config, target).config
+    if isinstance(own, Eagle3Config):
+        # A request ends within the context, so drafts pass it only in a batch's padding; a stretched rotation is held to more.
+        beyond = 0 if rope_reach(own.rope) is None else steps + 1
+        try:
+            check_reach(own, model.context_len, beyond)
+        except UserError as error:
+            raise UserError(f"draft folder {folder}: {error} (--context-length {model.context_len})") from None

@@ -16,6 +16,7 @@ from longdraft.draft_models.acceptance import accepted_drafts
 from longdraft.serve import stats
 from longdraft.serve.drafters.base import Drafter, DraftRequest
 from longdraft.serve.emission import emitted, room
+from longdraft.serve.observer import Observer
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.sampling.target_choice import target_choice
 from longdraft.serve.settings import ServeSettings, request_settings
@@ -30,9 +31,12 @@ logger = logging.getLogger(__name__)
 class DecodeStep:
     """Drafts and verifies a batch. Whatever fails costs the requests it touches their drafts, or ends them; never the server."""
 
-    def __init__(self, target_worker: Any, drafter: Drafter, settings: ServeSettings, stride: int) -> None:
+    def __init__(
+        self, target_worker: Any, drafter: Drafter, observer: Observer, settings: ServeSettings, stride: int
+    ) -> None:
         self.target_worker = target_worker
         self.drafter = drafter
+        self.observer = observer
         self.settings = settings
         self.stride = stride
         self.vocab: int = target_worker.model_runner.model_config.vocab_size
@@ -42,7 +46,7 @@ class DecodeStep:
         drafts = self._propose(batch)
         everyone = list(range(len(batch.reqs)))
         try:
-            seen = verify(self.target_worker, batch, everyone, drafts)
+            seen = verify(self.target_worker, batch, everyone, drafts, self.observer)
         except Exception:
             logger.exception("longdraft: a verification failed, its requests are verified one by one without drafts")
             drafts = [[] for _ in everyone]
@@ -104,7 +108,7 @@ class DecodeStep:
     def _verify_alone(self, batch: ScheduleBatch, index: int) -> Verified:
         """Plain decoding of one request; if even that fails, the request ends with an error."""
         try:
-            return verify(self.target_worker, batch, [index], [[]])
+            return verify(self.target_worker, batch, [index], [[]], self.observer)
         except Exception:
             req = batch.reqs[index]
             _give_up(req)

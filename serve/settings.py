@@ -25,7 +25,7 @@ class ServeSettings(Settings):
     draft_context: int = Field(
         4096,
         ge=64,
-        description="cached tokens that the draft's cross-attention reads at most: sinks and the most recent",
+        description="cached tokens that the draft reads at most: sinks and the most recent (EAGLE-3: the draft's own window where it has one)",
     )
     draft_sinks: int = Field(32, ge=0, description="leading tokens among them")
     lookup_min_match: int = Field(2, ge=1, description="shortest suffix match that the lookup drafter continues")

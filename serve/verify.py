@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from longdraft.kernels.plan import AttentionPlan
+from longdraft.serve.observer import Observer
 from longdraft.serve.sampling.target_choice import target_choice
 from longdraft.serve.spec_inputs import VerifyInput
 from longdraft.serve.tokens import Tokens
@@ -38,7 +39,9 @@ class Verified:
         return Verified(torch.cat([p.choice_T for p in parts]), torch.cat([p.logits_TV for p in parts]), cu)
 
 
-def verify(target_worker: Any, batch: ScheduleBatch, members: list[int], drafts: list[list[int]]) -> Verified:
+def verify(
+    target_worker: Any, batch: ScheduleBatch, members: list[int], drafts: list[list[int]], observer: Observer
+) -> Verified:
     """Run the target over the newest token and the drafts of some requests; keys and values go to their reserved slots.
 
     Args:
@@ -46,6 +49,7 @@ def verify(target_worker: Any, batch: ScheduleBatch, members: list[int], drafts:
         batch: the running batch; its page table has slots for the new tokens.
         members: indices of the requests to verify.
         drafts: their drafted tokens, ragged; everything cached before them is exact.
+        observer: is shown what the target computes.
     """
     device = batch.seq_lens.device
     reqs = [batch.reqs[i] for i in members]
@@ -73,11 +77,12 @@ def verify(target_worker: Any, batch: ScheduleBatch, members: list[int], drafts:
         positions=position_T,
         spec_algorithm=batch.spec_algorithm,
         spec_info=VerifyInput(plan),
-        capture_hidden_mode=CaptureHiddenMode.NULL,
+        capture_hidden_mode=observer.capture,
         sampling_info=batch.sampling_info,
         rids=[r.rid for r in reqs],
         lora_ids=[None] * len(chains),
     )
     result = target_worker.forward_batch_generation(batch=None, forward_batch=forward, is_verify=True)
+    observer.verified(forward, table, owner_T, result.logits_output)
     choice_T, logits_TV = target_choice(result.logits_output.next_token_logits, reqs, drafts, position_T)
     return Verified(choice_T, logits_TV, plan.cu_rows)

@@ -15,7 +15,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.build_drafter import build_drafter
 from longdraft.serve.decode_step import DecodeStep
-from longdraft.serve.drafters.longspec import LongSpecDrafter
+from longdraft.serve.observer import Observer
 from longdraft.serve.settings import read_environment
 from longdraft.serve.spec_inputs import DraftInput
 from longdraft.serve.target_layers import check_layers
@@ -38,9 +38,19 @@ class LongDraftWorker(BaseSpecWorker):
         check_layers(self.runner.model)
         # The draft's memory is taken here, before SGLang sizes its cache pool.
         self.drafter = build_drafter(server_args, settings, self.runner)
-        self.step = DecodeStep(target_worker, self.drafter, settings, server_args.speculative_num_draft_tokens)
+        self.observer = Observer(self.drafter)
+        self.observer.ask(self.runner.model)
+        self._reserve()
+        stride = server_args.speculative_num_draft_tokens
+        self.step = DecodeStep(target_worker, self.drafter, self.observer, settings, stride)
         if settings.simulate_accept_length is not None:
             logger.warning("longdraft: acceptance is simulated, the text is wrong: for benchmarks only")
+
+    def _reserve(self) -> None:
+        """What the drafter keeps beside the cache, in layers of the cache: so SGLang leaves room for it."""
+        config = self.runner.model_config
+        layer = 2 * config.get_num_kv_heads(1) * config.head_dim * self.runner.kv_cache_dtype.itemsize
+        self.runner.eagle_draft_num_layers = -(-self.drafter.bytes_per_slot // layer)
 
     @property
     def target_worker(self) -> Any:
@@ -54,9 +64,7 @@ class LongDraftWorker(BaseSpecWorker):
     def init_attention_backends(self) -> None:
         runner = self.runner
         runner.attn_backend = LongDraftAttention(runner.attn_backend, runner.token_to_kv_pool, self.prefix_backend)
-        if isinstance(self.drafter, LongSpecDrafter):
-            pool, last = runner.token_to_kv_pool, runner.model_config.num_hidden_layers - 1
-            self.drafter.bind_cache(pool.get_key_buffer(last), pool.get_value_buffer(last))
+        self.drafter.bind_pool(runner.token_to_kv_pool)
 
     def clear_cache_pool(self) -> None:
         self._start_anew()
@@ -64,8 +72,7 @@ class LongDraftWorker(BaseSpecWorker):
     def _start_anew(self) -> None:
         """Forget every request; read the target's embedding and head again, since its weights may be new."""
         self.drafter.clear()
-        if isinstance(self.drafter, LongSpecDrafter):
-            self.drafter.draft.bind(*self.runner.model.get_embed_and_head())
+        self.drafter.bind_target(*self.runner.model.get_embed_and_head())
 
     def update_weights_from_disk(self, request: Any) -> tuple[bool, str]:
         """The target has new weights in place; what the draft remembers of them is stale."""
@@ -97,11 +104,11 @@ class LongDraftWorker(BaseSpecWorker):
 
     def _prefill(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """The target's prefill; the first token is chosen as every later one is."""
-        if batch.is_prefill_only:
-            result = self._target_worker.forward_batch_generation(batch)
-        else:
-            result = self._target_worker.forward_batch_generation(batch, is_verify=True)
-            output, reqs = result.logits_output, batch.reqs
+        batch.capture_hidden_mode = self.observer.capture  # for this forward alone
+        result = self._target_worker.forward_batch_generation(batch, is_verify=not batch.is_prefill_only)
+        output, reqs = result.logits_output, batch.reqs
+        self.observer.prefilled(batch, output)
+        if not batch.is_prefill_only:
             for req in reqs:
                 self.step.mode_of(req)  # a request that ends here still reports its counters
             position_B = batch.seq_lens.to(torch.int64) - 1

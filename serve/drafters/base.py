@@ -1,8 +1,12 @@
-"""What every drafter offers to the worker."""
+"""What every drafter offers to the worker.
+
+Legend: T tokens, B requests, V vocabulary, A features of the observed target layers (their number times the hidden size).
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,8 +28,31 @@ class DraftRequest:
     limit: int
 
 
+@dataclass(frozen=True)
+class Computed:
+    """Tokens that the target has just computed, with what :attr:`Drafter.observed_layers` asked of it.
+
+    Attributes:
+        id_T, position_T: int64 tokens and their positions.
+        slot_T: int64 cache slots of the tokens.
+        before_T: int64 cache slots of the tokens before them; a first token's own.
+        aux_TA: outputs of the observed layers, low to high, in the target's dtype.
+    """
+
+    id_T: torch.Tensor
+    position_T: torch.Tensor
+    slot_T: torch.Tensor
+    before_T: torch.Tensor
+    aux_TA: torch.Tensor
+
+
 class Drafter(ABC):
     """Proposes continuations. Its state per request is derived from the request's tokens and may be dropped at any time."""
+
+    # Target layers whose outputs :meth:`observe` wants, by the numbers of draft_models.eagle3_config; None for none.
+    observed_layers: tuple[int, ...] | None = None
+    # Bytes that the drafter keeps beside every cache slot.
+    bytes_per_slot: int = 0
 
     @abstractmethod
     def propose(self, requests: list[DraftRequest], pick: Pick) -> list[list[int]]:
@@ -47,3 +74,17 @@ class Drafter(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Forget everything: the cache was flushed or weights changed."""
+
+    # What follows is for those that need it; the others leave it.
+
+    def bind_pool(self, pool: Any) -> None:  # noqa: B027
+        """The target's cache pool exists now; called once."""
+
+    def bind_target(self, embedding_VE: torch.Tensor, head_VE: torch.Tensor) -> None:  # noqa: B027
+        """The target's embedding and head may be other tensors now."""
+
+    def observe(self, computed: Computed) -> None:  # noqa: B027
+        """The target computed these tokens: all of a prefill's, or a verification's, drafts included, kept or not."""
+
+    def unobserved(self, slot_T: torch.Tensor) -> None:  # noqa: B027
+        """These slots hold new tokens that :meth:`observe` failed on."""

@@ -3,6 +3,8 @@
 Legend: B requests, W page-list width, H query heads, K key/value heads, D head size.
 """
 
+from typing import Any
+
 import torch
 
 from longdraft.draft_models.chain import propose_chain
@@ -30,6 +32,13 @@ class LongSpecDrafter(Drafter):
     def bind_cache(self, k_SKD: torch.Tensor, v_SKD: torch.Tensor) -> None:
         """The target's last-layer cache, read in place."""
         self.layer = (k_SKD, v_SKD)
+
+    def bind_pool(self, pool: Any) -> None:
+        last = self.draft.config.target.num_layers - 1
+        self.bind_cache(pool.get_key_buffer(last), pool.get_value_buffer(last))
+
+    def bind_target(self, embedding_VE: torch.Tensor, head_VE: torch.Tensor) -> None:
+        self.draft.bind(embedding_VE, head_VE)
 
     def propose(self, requests: list[DraftRequest], pick: Pick) -> list[list[int]]:
         assert self.layer is not None, "bind_cache() first"

@@ -126,10 +126,38 @@ def test_a_draft_that_fits_passes_and_one_that_does_not_is_named(tmp_path: Path)
     assert "is not a LongSpec or EAGLE-3 draft" in refused(arguments(speculative_draft_model_path=str(tmp_path / "d")))
 
 
-def test_an_eagle3_draft_is_left_to_sglang(tmp_path: Path) -> None:
-    save_draft(tiny_eagle3(tiny_target("llama", num_hidden_layers=4)), tmp_path / "d", "t")
-    four = tiny_config("llama", num_hidden_layers=4)
-    assert "EAGLE3" in refused(arguments(four, speculative_draft_model_path=str(tmp_path / "d")))
+def eagle3_draft(folder: Path, **settings: Any) -> str:
+    save_draft(tiny_eagle3(tiny_target("llama", num_hidden_layers=4), **settings), folder, "t")
+    return str(folder)
+
+
+FOUR = tiny_config("llama", num_hidden_layers=4)
+
+
+def test_an_eagle3_draft_passes_and_one_of_another_target_is_named(tmp_path: Path) -> None:
+    folder = eagle3_draft(tmp_path / "d")
+    check_server_args(arguments(FOUR, speculative_draft_model_path=folder))
+    assert re.search(r"longdraft\.target\.spec\.num_layers=4, the target has 5: use the draft", refused(
+        arguments(tiny_config("llama", num_hidden_layers=5), speculative_draft_model_path=folder)
+    ))  # fmt: skip
+
+
+def test_a_stretched_draft_must_cover_the_context_and_the_drafts_behind_it(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    folder = eagle3_draft(tmp_path / "d", rope=rope)
+    check_server_args(arguments(FOUR, context=2043, speculative_draft_model_path=folder))
+    message = refused(arguments(FOUR, context=2044, speculative_draft_model_path=folder))
+    assert re.search(
+        r"covers 2048 positions, 2049 are needed .*a context of at most 2043 \(--context-length 2044\)", message
+    )
+    check_server_args(arguments(FOUR, context=2045, speculative_num_steps=2, speculative_draft_model_path=folder))
+
+
+def test_a_draft_may_be_served_to_the_end_of_its_own_positions(tmp_path: Path) -> None:
+    folder = eagle3_draft(tmp_path / "d", max_position=1000)
+    check_server_args(arguments(FOUR, context=1000, speculative_draft_model_path=folder))
+    message = refused(arguments(FOUR, context=1001, speculative_draft_model_path=folder))
+    assert "max_position=1000" in message and "--context-length 1001" in message
 
 
 def test_lookup_serves_targets_that_no_draft_could_read() -> None:

@@ -15,6 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from longdraft.serve import decode_step, stats
 from longdraft.serve.decode_step import DecodeStep
 from longdraft.serve.drafters.base import Drafter, DraftRequest, Pick
+from longdraft.serve.observer import Observer
 from longdraft.serve.settings import ServeSettings
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.verify import Verified
@@ -69,7 +70,9 @@ def batch_of(reqs: list[BareRequest]) -> Any:
 
 
 def made_up_verify(broken: Callable[[Any, list[list[int]]], bool] = lambda reqs, drafts: False) -> Any:
-    def verify(target_worker: Any, batch: Any, members: list[int], drafts: list[list[int]]) -> Verified:
+    def verify(
+        target_worker: Any, batch: Any, members: list[int], drafts: list[list[int]], observer: Observer
+    ) -> Verified:
         reqs = [batch.reqs[i] for i in members]
         if broken(reqs, drafts):
             raise RuntimeError("kernel failed")
@@ -85,7 +88,7 @@ def made_up_verify(broken: Callable[[Any, list[list[int]]], bool] = lambda reqs,
 
 def step_of(drafter: Drafter, **changes: Any) -> DecodeStep:
     worker = SimpleNamespace(model_runner=SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB)))
-    return DecodeStep(worker, drafter, ServeSettings(**changes), STRIDE)
+    return DecodeStep(worker, drafter, Observer(drafter), ServeSettings(**changes), STRIDE)
 
 
 def serve(step: DecodeStep, reqs: list[BareRequest], limit: int = 60) -> None:

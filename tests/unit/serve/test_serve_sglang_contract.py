@@ -20,9 +20,12 @@ import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.utils.logprob import compute_spec_v2_logprobs
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor import pool_configurator
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -32,6 +35,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 import longdraft
+from longdraft.draft_models.target import FAMILIES
 from longdraft.serve import algorithm, hooks, plugin
 from longdraft.serve.algorithm import LongDraftAlgorithm
 from longdraft.serve.attention_backend import LongDraftAttention
@@ -262,6 +266,32 @@ def test_everything_but_verification_reaches_the_stock_backend() -> None:
         if callable(value) and name in vars(AttentionBackend) and name not in vars(LongDraftAttention)
     } - {"__init__", "get_cuda_graph_seq_len_fill_value"}
     assert not missing, "the stock CPU backend overrides these, ours hides them"
+
+
+def test_every_family_of_targets_hands_out_hidden_layers() -> None:
+    """An EAGLE-3 draft's target is one of these; another is refused before its weights are loaded."""
+    classes = {
+        "llama": "llama.LlamaForCausalLM", "mistral": "mistral.MistralForCausalLM", "qwen2": "qwen2.Qwen2ForCausalLM",
+        "qwen3": "qwen3.Qwen3ForCausalLM", "qwen2_moe": "qwen2_moe.Qwen2MoeForCausalLM",
+        "qwen3_moe": "qwen3_moe.Qwen3MoeForCausalLM",
+    }  # fmt: skip
+    assert classes.keys() == set(FAMILIES)
+    for path in classes.values():
+        assert hasattr(pkgutil.resolve_name(f"sglang.srt.models.{path}"), "set_eagle3_layers_to_capture")
+
+
+def test_what_the_observer_reads_and_sets_exists() -> None:
+    fields = {field.name for field in dataclasses.fields(ScheduleBatch)}
+    assert {
+        "extend_lens",
+        "prefix_lens",
+        "capture_hidden_mode",
+        "out_cache_loc",
+        "input_ids",
+        "req_pool_indices",
+    } <= fields
+    assert "hidden_states" in {field.name for field in dataclasses.fields(LogitsProcessorOutput)}
+    assert '"eagle_draft_num_layers"' in inspect.getsource(pool_configurator)
 
 
 class _Pool:

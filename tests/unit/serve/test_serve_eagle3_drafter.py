@@ -1,0 +1,240 @@
+"""The served EAGLE-3 drafter: it drafts what a recomputation from the target's features drafts, whatever slots were shared (D2, D7)."""
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_eagle3, tiny_target
+
+from longdraft.draft_models.aux_features import aux_features
+from longdraft.draft_models.eagle3 import Eagle3Draft
+from longdraft.draft_models.eagle3_chain import propose_eagle3_chain
+from longdraft.kernels.dense_attention import dense_attention
+from longdraft.serve.drafters.base import Computed, DraftRequest
+from longdraft.serve.drafters.eagle3 import Eagle3Drafter
+from longdraft.serve.tokens import Tokens
+
+STEPS, LENGTH, SLOTS = 4, 40, 200
+TARGET = tiny_target("llama", num_hidden_layers=5)
+DRAFT = tiny_eagle3(TARGET, draft_vocab_size=100, fc_norm=True)
+TEXTS = {rid: torch.randint(0, 256, (LENGTH,), generator=torch.Generator().manual_seed(ord(rid))) for rid in "abc"}
+PAGES = dict(
+    zip("abc", torch.randperm(SLOTS, generator=torch.Generator().manual_seed(0))[:120].view(3, -1), strict=True)
+)
+
+
+def features(text: torch.Tensor, draft: Eagle3Draft = DRAFT) -> torch.Tensor:
+    with torch.no_grad(), aux_features(TARGET.model, draft.config.aux_layers) as seen:
+        TARGET.model(text[None])
+        return seen.take()[0]
+
+
+def make(draft: Eagle3Draft = DRAFT, rows: int = 3, context: int = 64, sinks: int = 4) -> Eagle3Drafter:
+    drafter = Eagle3Drafter(draft, rows, STEPS, context, sinks, "torch")
+    drafter.allocate(SLOTS, "cpu")
+    for buffer in (drafter.k_SKD, drafter.v_SKD, drafter.hidden_SE):
+        buffer[:SLOTS] = float("nan")  # what is read without having been written shows
+    return drafter
+
+
+def show(drafter: Eagle3Drafter, text: torch.Tensor, pages: torch.Tensor, start: int, end: int) -> None:
+    """The target computes tokens ``start .. end`` of a text."""
+    at = torch.arange(start, end)
+    before = pages[(at - 1).clamp(min=0)]
+    drafter.observe(Computed(text[at], at, pages[at], before, features(text, drafter.draft)[at]))
+
+
+def request(text: torch.Tensor, pages: torch.Tensor, at: int, limit: int = STEPS, rid: str = "r") -> DraftRequest:
+    """A request whose newest token is its text's token at ``at``."""
+    ids = text[: at + 1].tolist()
+    req = SimpleNamespace(origin_input_ids=array("q", ids[:1]), output_ids=array("q", ids[1:]))
+    return DraftRequest(rid, Tokens(req), pages[:at].int(), limit)
+
+
+def known(rid: str, at: int, limit: int = STEPS) -> DraftRequest:
+    return request(TEXTS[rid], PAGES[rid], at, limit, rid)
+
+
+def greedy(logits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
+
+
+@torch.no_grad()
+def reference(text: torch.Tensor, at: int, draft: Eagle3Draft = DRAFT, window: int = 1000, sinks: int = 0) -> list[int]:
+    """The chain behind ``text[: at + 1]`` by computing every row of every step again, under an explicit mask."""
+    hidden = draft.fuse(features(text, draft)[:at])
+    ids, out = text[1 : at + 1].tolist(), []
+    for _ in range(STEPS):
+        rows = torch.arange(len(ids))
+        distance = rows[:, None] - rows[None]
+        mask = (distance >= 0) & ((distance < window) | (rows[None] < sinks))
+        x = draft.attention_input(torch.tensor(ids), hidden)
+        k, v = draft.key_value(x, rows)
+        attended = dense_attention(draft.query(x, rows), k, v, draft.config.head_dim**-0.5, mask)[0]
+        normed, following = draft.finish(hidden, attended)
+        out.append(int(draft.logits(normed)[-1].argmax()))
+        ids.append(out[-1])
+        hidden = torch.cat(
+            [hidden, following[-1:]]
+        )  # the text's rows keep their features, the chain's recycle their own
+    return out
+
+
+def test_a_batch_drafts_the_recomputed_chains_up_to_each_limit() -> None:
+    drafter = make()
+    for rid, at in (("a", 30), ("b", 3), ("c", 17)):
+        show(drafter, TEXTS[rid], PAGES[rid], 0, at)
+    got = drafter.propose([known("a", 30), known("b", 3, 1), known("c", 17, 2)], greedy)
+    assert got == [reference(TEXTS["a"], 30), reference(TEXTS["b"], 3)[:1], reference(TEXTS["c"], 17)[:2]]
+
+
+def test_drafts_are_ids_of_the_target() -> None:
+    drafter = make()
+    show(drafter, TEXTS["a"], PAGES["a"], 0, 30)
+    (drafted,) = drafter.propose([known("a", 30)], greedy)
+    assert set(drafted) <= set(DRAFT.target_ids.tolist())
+    assert any(i >= DRAFT.config.vocab_size for i in DRAFT.target_ids.tolist()), "the map must not be the identity"
+
+
+@pytest.mark.parametrize("cuts", [[0, 25], [0, 1, 25], [0, 7, 8, 20, 25], list(range(26))])
+def test_chunks_leave_what_one_prefill_leaves(cuts: list[int]) -> None:
+    drafter = make()
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        show(drafter, TEXTS["a"], PAGES["a"], start, end)
+    assert drafter.propose([known("a", 25)], greedy) == [reference(TEXTS["a"], 25)]
+
+
+def test_rejected_drafts_leave_nothing_behind() -> None:
+    """A verification writes all of its chain; what was not kept is written again before it is read."""
+    drafter, text, at = make(), TEXTS["a"], 10
+    show(drafter, text, PAGES["a"], 0, at)
+    for kept in (0, 2, 4, 1, 3):
+        assert drafter.propose([known("a", at)], greedy) == [reference(text, at)]
+        chain = torch.cat([text[: at + 1 + kept], (text[at + 1 + kept : at + STEPS + 1] + 7) % 256])
+        show(drafter, chain, PAGES["a"], at, at + STEPS + 1)
+        at += kept + 1
+
+
+@pytest.mark.parametrize("shared", [1, 2, 12, 24])
+def test_a_shared_prefix_brings_its_rows(shared: int) -> None:
+    """A radix hit: slots of another request's prefix, whose next token was another one; only the rest is computed."""
+    drafter = make()
+    show(drafter, TEXTS["a"], PAGES["a"], 0, 30)
+    text = torch.cat([TEXTS["a"][:shared], TEXTS["b"][shared:]])
+    pages = torch.cat([PAGES["a"][:shared], PAGES["b"][shared:]])
+    show(drafter, text, pages, shared, 25)
+    batch = [request(text, pages, 25, rid="b"), known("a", 30)]
+    assert drafter.propose(batch, greedy) == [reference(text, 25), reference(TEXTS["a"], 30)]
+
+
+def test_slots_are_used_again_by_other_texts() -> None:
+    drafter = make()
+    show(drafter, TEXTS["a"], PAGES["a"], 0, 30)
+    show(drafter, TEXTS["b"], PAGES["a"], 0, 20)
+    assert drafter.propose([request(TEXTS["b"], PAGES["a"], 20)], greedy) == [reference(TEXTS["b"], 20)]
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (3, 0), (3, 2), (8, 4), (24, 0), (25, 0), (40, 2)])
+def test_the_drafts_own_window_moves_with_every_step(window: int, sinks: int) -> None:
+    draft = tiny_eagle3(TARGET, window=window, sinks=sinks)
+    drafter = make(draft)
+    show(drafter, TEXTS["a"], PAGES["a"], 0, 25)
+    assert drafter.propose([known("a", 25)], greedy) == [reference(TEXTS["a"], 25, draft, window, sinks)]
+
+
+@pytest.mark.parametrize(("context", "sinks"), [(12, 4), (12, 0), (12, 50)])
+def test_a_draft_without_a_window_reads_no_more_than_it_is_given(context: int, sinks: int) -> None:
+    drafter = make(context=context, sinks=sinks)
+    first = min(sinks, context - 1)
+    show(drafter, TEXTS["a"], PAGES["a"], 0, 30)
+    want = reference(TEXTS["a"], 30, window=context - first, sinks=first)
+    assert drafter.propose([known("a", 30)], greedy) == [want]
+
+
+def test_the_pick_sees_the_position_of_each_token_read() -> None:
+    heard: list[list[int]] = []
+
+    def pick(logits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        heard.append(at.tolist())
+        return logits.argmax(-1)
+
+    drafter = make()
+    show(drafter, TEXTS["a"], PAGES["a"], 0, 20)
+    show(drafter, TEXTS["b"], PAGES["b"], 0, 5)
+    drafter.propose([known("a", 20, 3), known("b", 5, 2)], pick)
+    assert heard == [[20, 5], [21, 6], [22, 7]]
+
+
+def test_a_prompt_of_one_token_has_one_feature_and_no_row() -> None:
+    drafter = make()
+    show(drafter, TEXTS["a"], PAGES["a"], 0, 1)
+    assert drafter.propose([known("a", 1), known("b", 0)], greedy) == [reference(TEXTS["a"], 1), []]
+    assert drafter.propose([known("b", 0)], greedy) == [[]]
+
+
+def test_what_could_not_be_observed_is_read_as_nothing() -> None:
+    """Stale rows of a slot's former text, NaN here, must not reach later drafts."""
+    drafter = make()
+    show(drafter, TEXTS["a"], PAGES["a"], 0, 12)
+    drafter.unobserved(PAGES["a"][12:20])
+    show(drafter, TEXTS["a"], PAGES["a"], 20, 30)
+    heard: list[torch.Tensor] = []
+
+    def pick(logits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        heard.append(logits)
+        return logits.argmax(-1)
+
+    drafter.propose([known("a", 30)], pick)
+    missing = ~torch.isin(torch.arange(TARGET.spec.vocab_size), DRAFT.target_ids)
+    assert len(heard) == STEPS
+    for logits in heard:
+        assert logits[0, ~missing].isfinite().all()
+        assert bool((logits[0, missing] == float("-inf")).all())
+
+
+def test_an_updated_target_lends_its_new_embedding() -> None:
+    drafter = make(tiny_eagle3(TARGET, draft_vocab_size=100, fc_norm=True))
+    drafter.bind_target(TARGET.embedding_VE.flip(0).contiguous(), TARGET.head_VE)
+    show(drafter, TEXTS["a"], PAGES["a"], 0, 20)
+    assert drafter.propose([known("a", 20)], greedy) == [reference(TEXTS["a"], 20, drafter.draft)]
+    assert reference(TEXTS["a"], 20, drafter.draft) != reference(TEXTS["a"], 20)
+
+
+def test_its_memory_is_what_it_says() -> None:
+    drafter = make()
+    buffers = (drafter.k_SKD, drafter.v_SKD, drafter.hidden_SE)
+    assert sum(b[0].numel() * b.element_size() for b in buffers) == drafter.bytes_per_slot
+
+
+def test_the_pools_slots_are_the_drafters_first_ones() -> None:
+    drafter = Eagle3Drafter(DRAFT, 2, STEPS, 64, 4, None)
+    with pytest.raises(AssertionError, match="bind_pool"):
+        drafter.propose([known("a", 3)], greedy)
+    drafter.bind_pool(SimpleNamespace(get_key_buffer=lambda layer: torch.zeros(17, 1, 1)))
+    assert len(drafter.hidden_SE) == 17
+    assert drafter.scratch.flatten().tolist() == list(range(17, 17 + 2 * STEPS))
+
+
+def test_state_survives_what_makes_other_drafters_forget() -> None:
+    drafter = make()
+    show(drafter, TEXTS["a"], PAGES["a"], 0, 30)
+    drafter.committed(known("a", 30), [1])
+    drafter.forget("a")
+    drafter.clear()
+    assert drafter.propose([known("a", 30)], greedy) == [reference(TEXTS["a"], 30)]
+
+
+def test_the_chain_asks_for_each_step_at_its_row() -> None:
+    asked: list[Any] = []
+
+    def attend(step: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        asked.append((step, q.shape, k.shape))
+        return q
+
+    rows = torch.zeros(2, TARGET.spec.hidden_size)
+    out = propose_eagle3_chain(DRAFT, rows, torch.tensor([3, 4]), torch.tensor([5, 1]), 3, attend)
+    assert out.shape == (2, 3)
+    assert [step for step, _, _ in asked] == [0, 1, 2]
+    assert asked[0][1:] == ((2, 4, 16), (2, 2, 16))
