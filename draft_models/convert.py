@@ -13,11 +13,17 @@ if TYPE_CHECKING:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="longdraft drafts", description="Published drafts to our format and back.")
     commands = top.add_subparsers(dest="command", required=True)
-    for name, what in (("import", "a published draft as a folder that trains on and is served"), ("export", "back")):
+    for name, what in (
+        ("import", "write a published draft as a folder that trains on (draft.init_from) and is served (--draft)"),
+        ("export", "write a draft of ours in the published layout, for its authors' code or SGLang's stock EAGLE3"),
+    ):
         command = commands.add_parser(name, help=what, description=what)
         command.add_argument("source", help="folder of the draft, or its safetensors file")
         command.add_argument(
-            "--format", choices=["longspec", "eagle3"], default="longspec", help="the published layout"
+            "--format",
+            choices=["longspec", "eagle3"],
+            default="longspec",
+            help="the published layout (default: longspec)",
         )
         command.add_argument("--target", required=True, help="folder or Hugging Face name of the target")
         command.add_argument("--output", required=True, help="folder to write")

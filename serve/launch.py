@@ -26,7 +26,9 @@ CPU_SWITCHES = ("--skip-server-warmup", "--sleep-on-idle", "--disable-overlap-sc
 
 
 class ServeOptions(ServeSettings):
-    """Options of ``longdraft serve``: the settings, and names for what SGLang calls otherwise."""
+    """Serve a model in SGLang with a draft. Besides these options, --model-path TARGET is needed, and every argument of
+    ``sglang serve`` is taken as it is.
+    """
 
     draft: str | None = Field(None, description="draft folder; without one the lookup drafter serves")
     steps: int = Field(4, ge=1, description="drafted tokens a verification")

@@ -14,7 +14,7 @@ from longdraft.schema import Settings
 
 class RunSettings(Settings):
     name: str = Field("longspec", min_length=1, description="folder of the run under output_dir")
-    output_dir: str = "runs"
+    output_dir: str = Field("runs", description="folder of the runs' folders")
     seed: int = Field(
         0, ge=0, lt=1 << 63, description="of the draft's first weights, the data's order, offsets and lags"
     )
@@ -37,12 +37,12 @@ class TargetSettings(Settings):
     path: str = Field(
         description="folder or Hugging Face name; tiny-random:llama|qwen2|qwen3 builds a tiny one in memory, tiny-random:llama:4 one of four layers"
     )
-    revision: str | None = None
+    revision: str | None = Field(None, description="of a Hugging Face model; None: its main branch")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 on a GPU, float32 on a CPU"
     )
     attn: str = Field("sdpa", description="transformers' attention implementation")
-    trust_remote_code: bool = False
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     max_batch_tokens: int = Field(65536, ge=1, description="padded tokens that go through the target at once")
     shard: bool = Field(
         False, description="spread the weights over the ranks, for a target that one GPU cannot hold; ZeRO-3 only"
@@ -75,8 +75,8 @@ class DataSettings(Settings):
     eval: list[str] | str | None = Field(None, description="as train; needed by evaluation")
     split: str = Field("train", description="of a Hugging Face data set")
     subset: str | None = Field(None, description="configuration name of a Hugging Face data set")
-    text_field: str = "text"
-    conversation_field: str = "conversations"
+    text_field: str = Field("text", description="field of a record that holds plain text")
+    conversation_field: str = Field("conversations", description="field that holds a list of role and content")
     template: str = Field(
         "auto",
         pattern=r"^(auto|specforge:[\w.-]+)$",
@@ -92,7 +92,7 @@ class DataSettings(Settings):
     )
     features: str | None = Field(None, description="folder that `longdraft capture` wrote")
     packing: bool = Field(False, description="fill each sample up to max_length with whole documents")
-    shuffle: bool = True
+    shuffle: bool = Field(True, description="another seeded order of the documents each epoch")
 
     @model_validator(mode="after")
     def _has_features(self) -> "DataSettings":
@@ -162,7 +162,7 @@ class ObjectiveSettings(Settings):
 
 
 class LagSettings(Settings):
-    min: int = Field(1, ge=1)
+    min: int = Field(1, ge=1, description="smallest lag of the target's cache (Flash Noisy Training)")
     max: int = Field(4, ge=1, description="deepest draft step that will be served")
 
     @model_validator(mode="after")
@@ -190,12 +190,12 @@ class OptimSettings(Settings):
     name: Literal["adamw", "muon"] = Field(
         "adamw", description="muon: orthogonalised momentum for matrices, AdamW for the rest; learns more a token"
     )
-    lr: float = Field(5e-4, gt=0, allow_inf_nan=False)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-6, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
-    warmup_ratio: float = Field(0.1, ge=0, le=1)
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    lr: float = Field(5e-4, gt=0, allow_inf_nan=False, description="largest learning rate")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay of its two moments")
+    eps: float = Field(1e-6, gt=0, description="AdamW's")
+    weight_decay: float = Field(0.1, ge=0, description="of matrices; vectors have none")
+    warmup_ratio: float = Field(0.1, ge=0, le=1, description="share of the steps in which the rate rises to lr")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="of the rate behind the warm-up")
     min_ratio: float = Field(0.0, ge=0, le=1, description="last learning rate as a share of lr")
     clip: float = Field(1.0, gt=0, description="largest gradient norm")
 
@@ -210,12 +210,12 @@ class OptimSettings(Settings):
 
 
 class ScheduleSettings(Settings):
-    max_steps: int = Field(1000, ge=1)
+    max_steps: int = Field(1000, ge=1, description="optimizer steps of the run")
     micro_batch: int = Field(1, ge=1, description="samples a forward pass and rank")
     accumulate: int = Field(1, ge=1, description="forward passes a step and rank")
-    save_every: int = Field(200, ge=1)
+    save_every: int = Field(200, ge=1, description="steps between checkpoints")
     eval_every: int | None = Field(None, ge=1, description="None evaluates only at the end")
-    log_every: int = Field(10, ge=1)
+    log_every: int = Field(10, ge=1, description="steps between progress lines and rows of metrics.jsonl")
     keep: int = Field(2, ge=1, description="newest checkpoints that stay")
     max_seconds: float | None = Field(None, gt=0, description="save and stop after this time")
 
@@ -235,9 +235,11 @@ class EvaluationSettings(Settings):
 
 
 class EngineSettings(Settings):
-    name: Literal["torch", "deepspeed"] = "torch"
+    name: Literal["torch", "deepspeed"] = Field(
+        "torch", description="torch: every rank holds the whole draft; deepspeed: ZeRO"
+    )
     config: str | None = Field(None, description="DeepSpeed's own file, such as recipes/deepspeed/zero2.yaml")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of the draft's forward pass; masters are float32"
     )
@@ -252,7 +254,7 @@ class PlanSettings(Settings):
 
 class TrackingSettings(Settings):
     wandb: Literal["off", "auto", "online", "offline"] = Field("off", description="auto is offline without a key")
-    project: str = "longdraft"
+    project: str = Field("longdraft", description="W&B project")
 
 
 class TrainSettings(Settings):

@@ -25,8 +25,10 @@ def train(argv: Argv) -> int:
         option_parser(
             TrainSettings,
             "longdraft train --config recipes/X.yaml [--plan] [--trainer specforge]",
-            "Train a draft for a frozen target. --config names a recipe, --plan prints what would run and starts "
-            "nothing; every setting of the recipe is an option too, as --a.b VALUE or a.b=VALUE.",
+            "Train a draft for a frozen target. --config names a recipe (recipes/README.md lists ours), --plan prints what "
+            "would run and starts nothing; every setting of the recipe is an option too, as --a.b VALUE or a.b=VALUE. The "
+            "same command again continues a stopped run. On several GPUs: torchrun --nproc-per-node N "
+            "train/long_draft.py with the same words (settings as a.b=VALUE).",
         ).print_help()
         return 0
     return _call("longdraft.train.long_draft", to_overrides(TrainSettings, argv, "longdraft train"))
@@ -70,12 +72,12 @@ def models(argv: Argv) -> int:
 
 
 def drafts(argv: Argv) -> int:
-    """published drafts to our format and back: import SOURCE --target MODEL --output FOLDER; recipe JSON prints a section"""
+    """published drafts: import|export SOURCE --format F --target MODEL --output FOLDER; recipe JSON prints a section"""
     return _call("longdraft.draft_models.convert", argv)
 
 
 def bench(argv: Argv) -> int:
-    """measure: the benchmarks' names and what they do come with --help"""
+    """measure: NAME [its own options]; --help lists the benchmarks"""
     found = runnable_benchmarks()
     parser = argparse.ArgumentParser(prog="longdraft bench", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:<16} {first}" for name, first in sorted(found.items()))
@@ -101,13 +103,22 @@ COMMANDS: dict[str, Callable[[Argv], int]] = {
 
 
 def runnable_benchmarks() -> dict[str, str]:
-    """Modules of the bench folder that have a ``main``, with the first line of their docstring; nothing is imported."""
+    """Modules of the bench folder that have a ``main``, with what they do by their docstring; nothing is imported."""
     found = {}
     for path in (Path(longdraft.__file__).parent / "bench").glob("*.py"):
         tree = ast.parse(path.read_text())
         if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
-            found[path.stem] = (ast.get_docstring(tree) or "").split("\n")[0]
+            found[path.stem] = _what(ast.get_docstring(tree) or "")
     return found
+
+
+def _what(docstring: str) -> str:
+    """The first line, or where that is a command line, what follows it: up to the end of the sentence or its colon."""
+    first, _, rest = docstring.partition("\n")
+    if not first.startswith("python -m"):
+        return first
+    told = " ".join((first.partition(": ")[2] or rest).split())
+    return told.replace(": ", ". ").split(". ")[0].rstrip(".")
 
 
 def _call(module: str, argv: Argv) -> int:

@@ -32,10 +32,16 @@ def _metavar(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
     inner = [arg for arg in get_args(annotation) if arg is not type(None)]
+    if get_origin(annotation) is tuple:
+        return "[" + ",".join(_metavar(arg) for arg in inner) + "]"
+    if get_origin(annotation) is dict:
+        return "{NAME: VALUE,...}"
     if get_origin(annotation) is list:
         return "[" + ",".join(_metavar(arg) for arg in inner) + ",...]"
-    if inner and get_origin(annotation) is not tuple:
+    if inner:
         return "|".join(_metavar(arg) for arg in inner)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "{" + ",".join(annotation.model_fields) + "}"
     return str(getattr(annotation, "__name__", annotation)).upper()
 
 
@@ -63,7 +69,7 @@ def _parse(
 
 def option_parser(schema: type[BaseModel], prog: str, description: str | None = None) -> argparse.ArgumentParser:
     """A parser with one option for each value of a schema; an option that is not given leaves no attribute."""
-    first = (schema.__doc__ or "").strip().split("\n")[0]
+    first = " ".join((schema.__doc__ or "").split("\n\n")[0].replace("``", "").split())
     parser = argparse.ArgumentParser(
         prog=prog, description=description or first, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )

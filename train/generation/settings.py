@@ -13,8 +13,8 @@ class PromptSettings(Settings):
     sources: list[str] | str = Field(min_length=1, description="JSONL files, Hugging Face data set names or folders")
     split: str = Field("train", description="of a Hugging Face data set")
     subset: str | None = Field(None, description="configuration name of a Hugging Face data set")
-    text_field: str = "text"
-    conversation_field: str = "conversations"
+    text_field: str = Field("text", description="field of a record that holds plain text")
+    conversation_field: str = Field("conversations", description="field that holds a list of role and content")
     lengths: list[int] = Field([512, 1024, 2048], min_length=1, description="tokens of prompts cut from plain texts")
     per_document: int = Field(1, ge=1, description="prompts cut from one plain text")
     limit: int | None = Field(None, ge=1, description="prompts at most")
@@ -35,7 +35,7 @@ class PromptSettings(Settings):
 
 class SamplingSettings(Settings):
     temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the likeliest tokens of this mass; 1 is all")
     seed: int = Field(0, ge=0, lt=1 << 63, description="of the cuts and of the sampling")
     max_new_tokens: int = Field(512, ge=1, description="an answer that reaches it is kept as it is")
 
@@ -44,7 +44,7 @@ class BackendSettings(Settings):
     name: Literal["auto", "sglang", "transformers"] = Field(
         "auto", description="auto: sglang on a GPU, transformers on a CPU"
     )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
     batch: int = Field(2048, ge=1, description="prompts in flight; their answers are saved together")
 
 
@@ -63,7 +63,9 @@ class SglangSettings(Settings):
 
 
 class GenerateSettings(Settings):
-    """Make training data from the target's own answers; the same command again continues a stopped run."""
+    """Make training data from the target's own answers; needed: --target.path, --prompts.sources, --out. Conversations are
+    answered from their last question on, plain texts are continued from seeded cuts. The same command again continues a stopped run.
+    """
 
     out: str = Field(description="folder for generated.jsonl and provenance.json")
     target: TargetSettings

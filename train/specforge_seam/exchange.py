@@ -185,7 +185,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; raises :class:`UserError`."""
     words = list(sys.argv[1:] if argv is None else argv)
     top = argparse.ArgumentParser(prog="longdraft features", description="SpecForge's feature files and our store.")
-    top.add_argument("command", choices=["import", "export"], help="--help behind it says more")
+    top.add_argument(
+        "command",
+        choices=["import", "export"],
+        help="import makes a store of SpecForge's .ckpt files, for data.source=features; export writes a store's documents as "
+        ".ckpt files; --help behind it lists its options",
+    )
     command, rest = top.parse_args(words[:1]).command, words[1:]
     if command == "export":
         args = export_parser().parse_args(rest)

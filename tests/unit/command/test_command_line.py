@@ -1,5 +1,6 @@
 """The ``longdraft`` command: what it answers, and how fast."""
 
+import re
 import subprocess
 import sys
 import time
@@ -7,6 +8,11 @@ import time
 import pytest
 
 from longdraft import __version__, cli
+from longdraft.options import leaf_fields, option_parser
+from longdraft.schema import Settings
+from longdraft.serve.launch import ServeOptions
+from longdraft.train.config import TrainSettings
+from longdraft.train.generation.settings import GenerateSettings
 
 
 def test_help_needs_no_heavy_library() -> None:
@@ -64,6 +70,30 @@ def test_train_takes_options_of_the_recipes_schema(capsys: pytest.CaptureFixture
 def test_train_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--help"]) == 0
     assert "--optim.lr" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("schema", [TrainSettings, GenerateSettings, ServeOptions])
+def test_every_option_says_what_it_is(schema: type[Settings], capsys: pytest.CaptureFixture[str]) -> None:
+    assert not [name for name, field in leaf_fields(schema) if not field.description]
+    option_parser(schema, "x").print_help()
+    words = set(re.findall(r"[A-Z]{3,}[a-z]*", capsys.readouterr().out))
+    assert not words & {"TUPLE", "DICT", "ROPESETTINGS"}, "a Python type is no help"
+
+
+@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+def test_every_command_has_help_that_starts_nothing(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = cli.main([command, "--help"])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    said = capsys.readouterr().out
+    assert status == 0 and said.startswith(f"usage: longdraft {command}")
+
+
+def test_benchmarks_are_told_by_what_they_do() -> None:
+    found = cli.runnable_benchmarks()
+    assert not [text for text in found.values() if "python -m" in text]
+    assert found["gpu_training"].startswith("EAGLE-3 training on one GPU")
 
 
 def test_benchmarks_are_found_without_importing_them() -> None:
