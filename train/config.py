@@ -243,6 +243,9 @@ class EngineSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of the draft's forward pass; masters are float32"
     )
+    peak_tflops: float | None = Field(
+        None, gt=0, description="of one device, for MFU; None: known for B200, H200, H100 and A100, in bfloat16"
+    )
 
 
 class PlanSettings(Settings):

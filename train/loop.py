@@ -20,6 +20,7 @@ from longdraft.train.documents import Corpus
 from longdraft.train.engine import Engine, Group, StopSignal, build_engine
 from longdraft.train.evaluation import cut_prompts, evaluate
 from longdraft.train.features.reader import open_corpus
+from longdraft.train.flops import micro_batch_flops, peak_tflops
 from longdraft.train.memory_use import peak_memory_gib
 from longdraft.train.metering import Meter
 from longdraft.train.methods.build import build_method
@@ -120,7 +121,8 @@ class Run:
             SaveFailed: a checkpoint that could not be written, as on a full disk.
         """
         stop, began, total = StopSignal(), time.monotonic(), self.settings.schedule.max_steps
-        meter = Meter(self.progress)
+        peak = peak_tflops(self.settings, self.group.device)
+        meter = Meter(self.progress, None if peak is None else peak * 1e12 * self.group.world)
         try:
             with ThreadPoolExecutor(1) as pool:
                 ahead = pool.submit(self.stream.window, self.cursor)
@@ -152,11 +154,13 @@ class Run:
         s, step = self.settings, self.progress.step + 1
         meter.start()
         micros, self.cursor = ahead.result()
+        meter.got_data()
         following = pool.submit(self.stream.window, self.cursor)
-        supervised, tokens, divisor = self.group.totals(
+        supervised, tokens, divisor, flops = self.group.totals(
             sum(m.supervised for m in micros),
             sum(len(m.id_T) for m in micros),
             sum(self.method.denominator(m) for m in micros),
+            sum(micro_batch_flops(self.target.spec, s, m) for m in micros),
         )
         losses, depths = [], self.method.depths
         counts_2K = torch.zeros(2, depths, dtype=torch.int64, device=self.group.device)
@@ -174,7 +178,7 @@ class Run:
         self._count(step, micros, int(tokens), int(supervised))
         memory = peak_memory_gib(self.group.device)
         newest = {"lr": rate, "grad_norm": norm, "memory_gib": memory, **self.method.figures(step)}
-        meter.finish(loss, counts[:depths], counts[depths:], supervised, tokens, **newest)
+        meter.finish(loss, counts[:depths], counts[depths:], supervised, tokens, flops, **newest)
         return following
 
     def _count(self, step: int, micros: list[Packed], tokens: int, supervised: int) -> None:

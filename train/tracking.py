@@ -12,6 +12,7 @@ from longdraft.train.config import TrainSettings
 from longdraft.train.wandb_log import WandbRun, best_taus, evaluation_metrics, step_metrics
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
+SHARES = {"MFU": "mfu", "data wait": "data_wait_share"}
 SECRET_KEY = re.compile(r"token(?!s|izer)|secret|password|api_?key|credential", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"hf_\w{8,}|sk-[\w-]{8,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)|(?<=key=)[^&\s]+|(?<=token=)[^&\s]+")
 
@@ -147,6 +148,7 @@ class ProgressLine:
         done = row["step"]
         left = (time.monotonic() - self.began) / max(done - self.first, 1) * (self.total - done)
         text = f"loss {row['loss']:.4f}  acc {row['accuracy']:.1%}  {row['tokens_per_s']:,.0f} tok/s"
+        text += "".join(f"  {name} {row[key]:.1%}" for name, key in SHARES.items() if key in row)
         if not self.out.isatty():
             tell(f"step {done}/{self.total}  {text}  ETA {clock(left)}", self.out)
             return
