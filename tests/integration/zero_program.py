@@ -1,5 +1,5 @@
 """What one torchrun launch does for the DeepSpeed tests: many short runs in the same processes, since each launch and import
-costs seconds. The runs' folders are what the test looks at. ``zero_program.py FOLDER one|two|last``
+costs seconds. The runs' folders are what the test looks at. ``zero_program.py FOLDER one|two|last [cuda]``
 """
 
 import json
@@ -18,11 +18,13 @@ from longdraft.train.loop import Run
 
 RECIPE = "recipes/smoke/longspec.yaml"
 SHORT = ("schedule.max_steps=6", "schedule.save_every=3", "schedule.log_every=1", "evaluation.prompts=0")
+DEVICE = sys.argv[3] if len(sys.argv) > 3 else "cpu"
+EXACT = ("engine.dtype=float32", "target.dtype=float32")  # what auto is on a CPU
 STAGES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
 
 def overrides(folder: Path, name: str, engine: str) -> list[str]:
-    chosen = [f"engine.name={'torch' if engine == 'torch' else 'deepspeed'}", "engine.device=cpu"]
+    chosen = [f"engine.name={'torch' if engine == 'torch' else 'deepspeed'}", f"engine.device={DEVICE}", *EXACT]
     if engine != "torch":
         chosen.append(f"engine.config=recipes/deepspeed/{engine}.yaml")
     return [*SHORT, f"run.output_dir={folder}", f"run.name={name}", *chosen]
@@ -52,7 +54,7 @@ def refuse_nan(folder: Path, engine: str) -> dict[str, object]:
     micros, _ = started.stream.window(0)
     for scale in (1.0, float("nan")):  # one bad micro-batch of the step's two, on one rank
         loss = started.engine.loss(micros[0], 1).loss
-        started.engine.backward(loss * (scale if group.rank == 1 else 1.0))
+        started.engine.backward(loss * (scale if group.rank == group.world - 1 else 1.0))
     norm = started.engine.step(1e-2)
     after = started.engine.weights()
     same = all(torch.equal(before[name], after[name]) for name in before)
@@ -92,7 +94,7 @@ def two_ranks(folder: Path, group: Group) -> None:
 def main_of_test(folder: Path, part: str) -> None:
     close = Group.close
     Group.close = lambda self: None  # type: ignore[method-assign]  # DeepSpeed keeps the first group's handles
-    group = Group(load_settings(EngineSettings, None, ["device=cpu"]))
+    group = Group(load_settings(EngineSettings, None, [f"device={DEVICE}"]))
     if part == "one":
         tiny_model("qwen3", folder / "target", tie_word_embeddings=False)
         run(folder, "one", "zero1")
