@@ -12,12 +12,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from longdraft.draft_models.repetition import repeated_share
+from longdraft.draft_models.repetition import repeated_share, unlooped
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
 from longdraft.train.config import as_list
 from longdraft.train.documents import FROM, MASK, TOKENS
 from longdraft.train.generation.backends import Answer, Backend, open_backend, resolve_backend, stop_tokens
+from longdraft.train.generation.decoding import LOOK
 from longdraft.train.generation.output import Output
 from longdraft.train.generation.prompts import Prompt, PromptStream
 from longdraft.train.generation.settings import GenerateSettings
@@ -105,7 +106,8 @@ class Generation:
             counts.prompt_tokens += len(prompt.ids)
             counts.new_tokens += len(answer.ids)
             limit = self.settings.drop_repeats
-            if limit is not None and repeated_share(answer.ids) > limit:
+            answer = self._trim(answer)
+            if not answer.ids or (limit is not None and repeated_share(answer.ids) > limit):
                 counts.repetitive += 1
                 continue
             counts.answers += 1
@@ -119,6 +121,11 @@ class Generation:
             f"{counts.prompts} prompts ({counts.record + 1} of {len(self.stream.corpus)} records), {counts.answers} answers "
             f"kept, {new / max(seconds, 1e-9):,.0f} new tokens/s"
         )
+
+    def _trim(self, answer: Answer) -> Answer:
+        limit = self.settings.trim_repeats
+        end = len(answer.ids) if limit is None else unlooped(answer.ids, limit, LOOK)
+        return answer if end == len(answer.ids) else Answer(answer.ids[:end], "trimmed")
 
     def _record(self, prompt: Prompt, answer: Answer) -> dict[str, Any]:
         begin, new = len(prompt.ids), len(answer.ids)

@@ -1,6 +1,6 @@
 """Who answers: SGLang's offline engine, or transformers where there is no GPU and in tests.
 
-Legend: B prompts, L padded length, V vocabulary.
+Legend: B prompts, V vocabulary.
 """
 
 import os
@@ -10,10 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
+from longdraft.draft_models.repetition import repeated_share, unlooped
 from longdraft.errors import UserError
 from longdraft.kernels.gumbel import gumbel_argmax
+from longdraft.train.generation.decoding import LOOK, Row, decode_rows
 from longdraft.train.generation.prompts import Prompt
-from longdraft.train.generation.settings import GenerateSettings
+from longdraft.train.generation.settings import GenerateSettings, SamplingSettings
 from longdraft.train.target import load_config, load_target, resolve_dtype
 from longdraft.train.tiny_random import PREFIX
 
@@ -27,6 +29,9 @@ CPU_ARGUMENTS = {
     "chunked_prefill_size": 512,
     "disable_overlap_schedule": True,
 }
+
+
+SPREAD = 64  # tokens by which prompts of a batch may differ: the longer ones are read a token a step
 
 
 @dataclass(frozen=True)
@@ -143,81 +148,65 @@ def engine_arguments(settings: GenerateSettings, device: torch.device) -> dict[s
 
 
 class TransformersBackend:
-    """transformers' ``generate`` on left-padded batches; sampling by shared noise, so batches do not change an answer."""
+    """A transformers model, its rows decoded together; sampling by shared noise, so batches do not change an answer."""
 
     def __init__(self, settings: GenerateSettings, device: torch.device, stop_ids: list[int]) -> None:
-        from transformers import GenerationConfig
-
         self.model = load_target(settings.target, device).model
         self.sampling, self.stop_ids = settings.sampling, stop_ids
+        self.settings = settings
         self.max_batch_tokens = settings.target.max_batch_tokens
-        self.config = GenerationConfig(
-            do_sample=False,  # the noise makes the choice: see Noise
-            max_new_tokens=settings.sampling.max_new_tokens,
-            eos_token_id=stop_ids,
-            pad_token_id=stop_ids[0],
-        )
-        # transformers fills what is unset from the model's own file, penalties and temperatures included.
-        self.model.generation_config = self.config
 
     def generate(self, prompts: Sequence[Prompt]) -> list[Answer]:
         answers: dict[int, Answer] = {}
         for batch in self._batches(prompts):
-            answers |= zip(batch, self._answer([prompts[i] for i in batch]), strict=True)
+            rows = [Row(prompts[i].ids, []) for i in batch]
+            choose = Choice(self.sampling, [prompts[i].seed for i in batch], self.model.device)
+            decode_rows(self.model, rows, self.sampling.max_new_tokens, self.stop_ids, choose, self._hopeless)
+            answers |= {i: self._answer(row.answer) for i, row in zip(batch, rows, strict=True)}
         return [answers[i] for i in range(len(prompts))]
 
+    def _hopeless(self, ids: Sequence[int]) -> bool:
+        """Whether a longer answer would be left out, or cut to this, whatever comes."""
+        dropped, trimmed = self.settings.drop_repeats, self.settings.trim_repeats
+        if dropped is not None:
+            grams = self.sampling.max_new_tokens - 3
+            return repeated_share(ids) * (len(ids) - 3) > dropped * grams
+        whole = ids[: len(ids) // LOOK * LOOK]  # a step that is not whole may still turn out sound
+        return trimmed is not None and unlooped(whole, trimmed, LOOK) < len(whole)
+
+    def _answer(self, ids: list[int]) -> Answer:
+        return Answer(ids, "stop" if ids and ids[-1] in self.stop_ids else "length")
+
     def _batches(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Indices grouped by length, longest first, so that padded prompts with their answers stay within the limit."""
+        """Indices grouped by length, longest first, so that prompts with their answers stay within the limit."""
         batches: list[list[int]] = []
         for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids)):
             width = len(prompts[batches[-1][0]].ids) + self.sampling.max_new_tokens if batches else 0
-            if batches and (len(batches[-1]) + 1) * width <= self.max_batch_tokens:
+            near = bool(batches) and len(prompts[batches[-1][0]].ids) - len(prompts[i].ids) <= SPREAD
+            if near and (len(batches[-1]) + 1) * width <= self.max_batch_tokens:
                 batches[-1].append(i)
             else:
                 batches.append([i])
         return batches
 
-    def _answer(self, prompts: list[Prompt]) -> list[Answer]:
-        longest = max(len(p.ids) for p in prompts)
-        device = self.model.device
-        id_BL = torch.full((len(prompts), longest), self.stop_ids[0], device=device)
-        mask_BL = torch.zeros_like(id_BL)
-        for row, prompt in enumerate(prompts):
-            id_BL[row, longest - len(prompt.ids) :] = torch.tensor(prompt.ids, device=device)
-            mask_BL[row, longest - len(prompt.ids) :] = 1
-        out_BL = self.model.generate(
-            input_ids=id_BL,
-            attention_mask=mask_BL,
-            generation_config=self.config,
-            logits_processor=self._processors(prompts, longest),
-        )
-        return [self._cut(row) for row in out_BL[:, longest:].tolist()]
-
-    def _processors(self, prompts: list[Prompt], longest: int) -> Any:
-        from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
-
-        if self.sampling.temperature == 0:
-            return None
-        steps: list[Any] = [TemperatureLogitsWarper(self.sampling.temperature)]
-        if self.sampling.top_p < 1:
-            steps.append(TopPLogitsWarper(self.sampling.top_p))
-        return LogitsProcessorList([*steps, Noise(prompts, longest, self.model.device)])
-
-    def _cut(self, ids: list[int]) -> Answer:
-        end = next((i + 1 for i, token in enumerate(ids) if token in self.stop_ids), None)
-        return Answer(ids[:end], "length" if end is None else "stop")
-
     def close(self) -> None:
         pass
 
 
-class Noise:
-    """A logits processor that leaves one token a row: the one that the row's seed and its position choose."""
+class Choice:
+    """The next token of each row: the likeliest, or the one that the row's seed and the position choose."""
 
-    def __init__(self, prompts: list[Prompt], longest: int, device: torch.device) -> None:
-        self.seed_B = torch.tensor([p.seed for p in prompts], device=device)
-        self.padding_B = torch.tensor([longest - len(p.ids) for p in prompts], device=device)
+    def __init__(self, sampling: SamplingSettings, seeds: Sequence[int], device: torch.device) -> None:
+        self.sampling = sampling
+        self.seed_B = torch.tensor(seeds, device=device)
 
-    def __call__(self, id_BL: torch.Tensor, logit_BV: torch.Tensor) -> torch.Tensor:
-        choice_B = gumbel_argmax(logit_BV.float().log_softmax(-1), self.seed_B, id_BL.shape[1] - 1 - self.padding_B)
-        return torch.full_like(logit_BV, float("-inf")).scatter_(1, choice_B[:, None], 0.0)
+    def __call__(self, logits_BV: torch.Tensor, row_B: torch.Tensor, position: int) -> torch.Tensor:
+        s = self.sampling
+        if s.temperature == 0:
+            return logits_BV.argmax(-1)
+        logits_BV = logits_BV.float() / s.temperature
+        if s.top_p < 1:
+            from transformers import TopPLogitsWarper
+
+            logits_BV = TopPLogitsWarper(s.top_p)(row_B[:, None], logits_BV)
+        return gumbel_argmax(logits_BV.log_softmax(-1), self.seed_B[row_B], torch.full_like(row_B, position))

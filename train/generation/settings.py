@@ -79,6 +79,13 @@ class GenerateSettings(Settings):
         le=1,
         description="leave out answers with a larger share of repeated 4-grams; 0.3 is our measurements'",
     )
+    trim_repeats: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="cut answers before the 32 tokens in which their share of repeated 4-grams passes this; "
+        "a greedy answer of a small model is sound only so far",
+    )
     supervision: Literal["supervised_from", "loss_mask"] = Field(
         "supervised_from", description="how a record says where the answer begins; loss_mask is SpecForge's way, larger"
     )
@@ -95,7 +102,7 @@ class GenerateSettings(Settings):
         flat = {f"{s}.{k}": v for s in sections for k, v in getattr(self, s).model_dump(mode="json").items()}
         for key in ("target.max_batch_tokens", "target.trust_remote_code", "prompts.limit"):
             del flat[key]
-        own = {key: getattr(self, key) for key in ("drop_repeats", "supervision", "text")}
+        own = {key: getattr(self, key) for key in ("drop_repeats", "trim_repeats", "supervision", "text")}
         return (
             flat
             | own

@@ -247,6 +247,9 @@ def test_looping_answers_are_left_out_and_counted(tmp_path: Path, monkeypatch: p
     assert [row["source"] for row in rows] == ["prompts.jsonl:2#0"]
     assert rows[0]["answer"] == byte_tokenizer().decode(list(range(12)))
     assert (provenance["counts"]["repetitive"], provenance["counts"]["answers"]) == (1, 1)
+    rows, provenance = run(tmp_path, "cut", **{"trim-repeats": 0.3})
+    assert [(row["finish"], len(row["input_ids"]) - row["supervised_from"]) for row in rows] == [("length", 12)]
+    assert provenance["counts"]["repetitive"] == 1  # nothing was left of it
 
 
 def test_provenance_names_the_prompts_and_hides_secrets(tmp_path: Path) -> None:
