@@ -77,10 +77,15 @@ class _Reach:
     sinks: int
     scale: float
 
+    @property
+    def left(self) -> int | None:
+        """Step-0 keys that a row sees before its own; None: all, negative: nor its own."""
+        return None if self.window is None else self.window - 1 - self.step
+
     def prefix(self) -> Iterator[tuple[slice, slice, int | None]]:
         """``(rows, keys, left)``: causal attention aligned at the end, over ``left`` keys before the diagonal (None: all)."""
-        left = None if self.window is None else self.window - 1 - self.step
-        if left is not None and left < 0:
+        left = self.left
+        if left is not None and left <= 0:
             return
         for first, last, row, document in self.rows.spans:
             begin = document if left is None else max(document, row - left)
@@ -111,6 +116,12 @@ class _Reach:
             sink = torch.arange(count, device=place.device)
             behind = place[:, None] + self.step - sink >= self.window
             yield slice(first, last), slice(document, document + count), behind & (sink <= place[:, None])
+
+    def alone(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """``(rows, packed rows)`` in blocks, where of step 0 a row sees its own key only: no kernel for one key a row."""
+        if self.left == 0:
+            for n in _row_blocks(len(self.rows.row_N)):
+                yield n, self.rows.row_N[n]
 
     def own(self, n: slice, count: int) -> torch.Tensor | None:
         """``[C, S]`` which keys of its own chain a row sees; None: all."""
@@ -176,12 +187,13 @@ class _ChainAttention(torch.autograd.Function):
                 _merge(out_NHD[n], total_NH[n], *dense_attention(q[n], k[m], v[m], reach.scale, visible))
         for n, m, visible in reach.sink_blocks():
             _merge(out_NHD[n], total_NH[n], *dense_attention(q[n], k[m], v[m], reach.scale, visible))
-        for n in _own_blocks(len(q), own):
+        for n, row in reach.alone():
+            own_k, own_v = (x[row].to(work)[:, :, None] for x in (k, v))
+            _merge(out_NHD[n], total_NH[n], *_own_forward(q[n], own_k, own_v, reach.scale, None))
+        for n in _row_blocks(len(q) if own else 0):
             own_k, own_v = _own(own, n, work)
-            score = _own_scores(q[n], own_k, reach, n)
-            lse = torch.logsumexp(score, -1)
-            out = torch.einsum("ckgs,cksd->ckgd", torch.exp(score - lse[..., None]), own_v)
-            _merge(out_NHD[n], total_NH[n], out.flatten(1, 2), lse.flatten(1))
+            mask = reach.own(n, own_k.shape[2])
+            _merge(out_NHD[n], total_NH[n], *_own_forward(q[n], own_k, own_v, reach.scale, mask))
         out = out_NHD.to(q.dtype)
         ctx.reach = reach
         ctx.save_for_backward(out, total_NH, q, k, v, *own)
@@ -197,7 +209,7 @@ class _ChainAttention(torch.autograd.Function):
         dk, dv = torch.zeros_like(k, dtype=work), torch.zeros_like(v, dtype=work)
         down = [torch.empty_like(x) for x in own]
 
-        def add(n: slice, m: slice, parts: tuple[torch.Tensor, ...]) -> None:
+        def add(n: slice, m: slice | torch.Tensor, parts: tuple[torch.Tensor, ...]) -> None:
             for whole, at, part in zip((dq, dk, dv), (n, m, m), parts, strict=True):
                 whole[at] += part
 
@@ -211,18 +223,17 @@ class _ChainAttention(torch.autograd.Function):
         for n, m, visible in dense:
             given = dout[n], q[n], k[m], v[m], total_NH[n], delta_NH[n]
             add(n, m, _dense_backward(*given, reach.scale, visible))
-        for n in _own_blocks(len(q), own):
+        for n, row in reach.alone():
+            own_k, own_v = (x[row].to(work)[:, :, None] for x in (k, v))
+            dq_n, dk_n, dv_n = _own_backward(dout[n], q[n], own_k, own_v, total_NH[n], delta_NH[n], reach.scale, None)
+            add(n, row, (dq_n, dk_n[:, :, 0], dv_n[:, :, 0]))
+        for n in _row_blocks(len(q) if own else 0):
             own_k, own_v = _own(own, n, work)
-            score = _own_scores(q[n], own_k, reach, n)
-            weight = torch.exp(score - _grouped(total_NH[n, :, None], own_k))
-            dout_n = _grouped(dout[n].to(work), own_k)
-            dweight = torch.einsum("ckgd,cksd->ckgs", dout_n, own_v)
-            dscore = weight * (dweight - _grouped(delta_NH[n, :, None], own_k)) * reach.scale
-            dq[n] += torch.einsum("ckgs,cksd->ckgd", dscore, own_k).flatten(1, 2)
-            own_dk = torch.einsum("ckgs,ckgd->skcd", dscore, _grouped(q[n].to(work), own_k))
-            own_dv = torch.einsum("ckgs,ckgd->skcd", weight, dout_n)
-            for to, part in zip(down, (*own_dk, *own_dv), strict=True):
-                to[n] = part.transpose(0, 1).to(to.dtype)
+            mask = reach.own(n, own_k.shape[2])
+            dq_n, dk_n, dv_n = _own_backward(dout[n], q[n], own_k, own_v, total_NH[n], delta_NH[n], reach.scale, mask)
+            dq[n] += dq_n
+            for to, part in zip(down, (*dk_n.unbind(2), *dv_n.unbind(2)), strict=True):
+                to[n] = part.to(to.dtype)
         return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *down
 
 
@@ -235,8 +246,8 @@ def _merge(out_CHD: torch.Tensor, total_CH: torch.Tensor, part_CHD: torch.Tensor
     total_CH.copy_(new_CH)
 
 
-def _own_blocks(count: int, own: Sequence[torch.Tensor]) -> Iterator[slice]:
-    for n in range(0, count if own else 0, OWN_ROWS):
+def _row_blocks(count: int) -> Iterator[slice]:
+    for n in range(0, count, OWN_ROWS):
         yield slice(n, min(n + OWN_ROWS, count))
 
 
@@ -251,11 +262,43 @@ def _grouped(x_CHX: torch.Tensor, own_CKSD: torch.Tensor) -> torch.Tensor:
     return x_CHX.unflatten(1, (own_CKSD.shape[1], -1))
 
 
-def _own_scores(q_CHD: torch.Tensor, own_CKSD: torch.Tensor, reach: _Reach, n: slice) -> torch.Tensor:
+def _own_scores(
+    q_CHD: torch.Tensor, own_CKSD: torch.Tensor, scale: float, visible_CS: torch.Tensor | None
+) -> torch.Tensor:
     """``[C, K, G, S]`` scaled scores in working precision, -inf where a row does not see its own key."""
-    score = torch.einsum("ckgd,cksd->ckgs", _grouped(q_CHD.to(own_CKSD.dtype), own_CKSD), own_CKSD) * reach.scale
-    visible = reach.own(n, own_CKSD.shape[2])
-    return score if visible is None else score.masked_fill(~visible[:, None, None], float("-inf"))
+    score = torch.einsum("ckgd,cksd->ckgs", _grouped(q_CHD.to(own_CKSD.dtype), own_CKSD), own_CKSD) * scale
+    return score if visible_CS is None else score.masked_fill(~visible_CS[:, None, None], float("-inf"))
+
+
+def _own_forward(
+    q_CHD: torch.Tensor, k_CKSD: torch.Tensor, v_CKSD: torch.Tensor, scale: float, visible_CS: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out_CHD, lse_CH)`` over keys that are each one row's own; every row sees one at least."""
+    score = _own_scores(q_CHD, k_CKSD, scale, visible_CS)
+    lse = torch.logsumexp(score, -1)
+    out = torch.einsum("ckgs,cksd->ckgd", torch.exp(score - lse[..., None]), v_CKSD)
+    return out.flatten(1, 2), lse.flatten(1)
+
+
+def _own_backward(
+    dout_CHD: torch.Tensor,
+    q_CHD: torch.Tensor,
+    k_CKSD: torch.Tensor,
+    v_CKSD: torch.Tensor,
+    total_CH: torch.Tensor,
+    delta_CH: torch.Tensor,
+    scale: float,
+    visible_CS: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(dq_CHD, dk_CKSD, dv_CKSD)`` of :func:`_own_forward`'s part in the merged softmax."""
+    work = total_CH.dtype
+    weight = torch.exp(_own_scores(q_CHD, k_CKSD, scale, visible_CS) - _grouped(total_CH[..., None], k_CKSD))
+    dout = _grouped(dout_CHD.to(work), k_CKSD)
+    dweight = torch.einsum("ckgd,cksd->ckgs", dout, v_CKSD)
+    dscore = weight * (dweight - _grouped(delta_CH[..., None], k_CKSD)) * scale
+    dq = torch.einsum("ckgs,cksd->ckgd", dscore, k_CKSD).flatten(1, 2)
+    dk = torch.einsum("ckgs,ckgd->cksd", dscore, _grouped(q_CHD.to(work), k_CKSD))
+    return dq, dk, torch.einsum("ckgs,ckgd->cksd", weight, dout)
 
 
 def _dense_backward(

@@ -44,8 +44,10 @@ def test_flash_gives_the_values_and_gradients_of_float64(
         own = given[3:]
         out = chain_attention(*given[:3], own[:step], own[step:], plan, size**-0.5, window, sinks)
         results.append([out, *torch.autograd.grad((out.double() * weight).sum(), given)])
+    # A row that sees one key has no gradient in its scores: what float32 leaves there is held against the output's gradient.
+    least = 1e-3 * weight.norm()
     for have, want in zip(*results, strict=True):
-        error = (have.double() - want).norm() / want.norm().clamp_min(1e-9)
+        error = (have.double() - want).norm() / want.norm().clamp_min(least)
         assert error < (1.5e-2 if dtype == torch.bfloat16 else 2.5e-3), f"relative error {error:.2e}"
 
 

@@ -96,6 +96,29 @@ def test_no_block_is_larger_than_the_budget() -> None:
         assert pairs == sum(min(t + 1, 3000 if window is None else window - 2) for t in range(100, 3000))
 
 
+@pytest.mark.parametrize(("step", "window"), [(0, 1), (2, 3)])
+def test_a_window_that_holds_the_row_alone_asks_no_attention_kernel(step: int, window: int) -> None:
+    """One key a row: every row gives its own packed row, in blocks, and no span is left to a kernel on any device."""
+    rows = torch.tensor(ROWS["scattered"])
+    reach = module._Reach(ChainRows.build(rows, CU), step, window, 0, 1.0)
+    assert not list(reach.prefix())
+    assert torch.equal(torch.cat([row for _, row in reach.alone()]), rows)
+    for other in (window - 1, window + 1, None):
+        assert not list(module._Reach(reach.rows, step, other, 0, 1.0).alone())
+
+
+def test_a_row_alone_reads_its_own_value_and_gives_scores_no_gradient() -> None:
+    rows = ROWS["tails"]
+    given = inputs(rows, 0, torch.bfloat16)
+    out = chain_attention(*given, [], [], ChainRows.build(torch.tensor(rows), CU), 1.0, 1)
+    assert torch.equal(out, given[2][rows].repeat_interleave(HEADS // KV, 1))
+    dq, dk, dv = torch.autograd.grad(out.float().sum(), given)
+    assert float(dq.abs().max()) < 1e-5
+    assert float(dk.abs().max()) < 1e-5
+    assert torch.equal(dv[rows], torch.full_like(dv[rows], HEADS // KV))
+    assert int(dv.count_nonzero()) == len(rows) * KV * SIZE
+
+
 def test_the_plan_joins_neighbours_within_a_document() -> None:
     plan = ChainRows.build(torch.tensor([8, 9, 11, 12, 13, 39]), CU)
     assert plan.spans == ((0, 2, 8, 1), (2, 3, 11, 1), (3, 5, 12, 12), (5, 6, 39, 29))
