@@ -2,14 +2,14 @@
 
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from longdraft.draft_models.config import LongSpecSettings
 from longdraft.draft_models.eagle3_config import Eagle3Settings
 from longdraft.errors import UserError
-from longdraft.schema import Settings
+from longdraft.schema import OnOff, Settings
 
 
 class RunSettings(Settings):
@@ -42,6 +42,10 @@ class TargetSettings(Settings):
         "auto", description="auto: bfloat16 on a GPU, float32 on a CPU"
     )
     attn: str = Field("sdpa", description="transformers' attention implementation")
+    liger: Annotated[Literal["auto", "on", "off"], OnOff] = Field(
+        "auto",
+        description="Liger's fused norm, rotation and SwiGLU in the target; auto: on a GPU, for families it knows",
+    )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
     max_batch_tokens: int = Field(65536, ge=1, description="padded tokens that go through the target at once")
     shard: bool = Field(
@@ -256,7 +260,9 @@ class PlanSettings(Settings):
 
 
 class TrackingSettings(Settings):
-    wandb: Literal["off", "auto", "online", "offline"] = Field("off", description="auto is offline without a key")
+    wandb: Annotated[Literal["off", "auto", "online", "offline"], OnOff] = Field(
+        "off", description="auto is offline without a key"
+    )
     project: str = Field("longdraft", description="W&B project")
 
 
@@ -311,6 +317,10 @@ class TrainSettings(Settings):
             raise ValueError(
                 f"{given} reads the whole target: not with target.shard=true; use draft.init_from, or neither"
             )
+        if self.target.shard and self.target.liger == "on":
+            raise ValueError(
+                "target.liger=on is for a target that is whole on every rank, not target.shard=true: use auto or off"
+            )
         if zero and self.optim.name != "adamw":
             raise ValueError(
                 f"optim.name={self.optim.name} needs whole matrices, which ZeRO cuts up: use adamw, or engine.name=torch"
@@ -361,7 +371,8 @@ class TrainSettings(Settings):
         """Dotted settings that decide the weights; a resumed run must not change them."""
         sections = ("target", "draft", "data", "positions", "views", "objective", "lag", "eagle3", "ttt", "optim")
         flat = {f"{s}.{k}": v for s in sections for k, v in getattr(self, s).model_dump(mode="json").items()}
-        for key in ("target.max_batch_tokens", "target.trust_remote_code", "target.shard", "data.eval"):
+        free = ("target.max_batch_tokens", "target.liger", "target.trust_remote_code", "target.shard", "data.eval")
+        for key in free:
             del flat[key]
         # Names without their folders: a run may be resumed from another place, or after a move.
         return flat | {

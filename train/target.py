@@ -19,6 +19,7 @@ from longdraft.draft_models.aux_features import aux_features
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
 from longdraft.train.config import TargetSettings, shipped
+from longdraft.train.fused_layers import fuse, wants_fusion
 from longdraft.train.tiny_random import PREFIX, byte_tokenizer, tiny_config, tiny_random_model
 
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a weight file: reading all of a large target's would take minutes
@@ -227,13 +228,15 @@ def plan_config(settings: TargetSettings) -> Any:
 
 
 def load_target(settings: TargetSettings, device: torch.device) -> FrozenTarget:
-    """Load the target in its training dtype.
+    """Load the target in its training dtype, with fused layers where ``target.liger`` has them.
 
     Raises:
-        UserError: a target that is not there, or that a LongSpec draft cannot read.
+        UserError: a target that is not there, that a LongSpec draft cannot read, or whose layers cannot be fused as asked.
     """
     TargetSpec.from_config(load_config(settings))
     model = load_model(settings, resolve_dtype(settings.dtype, device))
+    if wants_fusion(settings.liger, model, device):
+        fuse(model)
     return FrozenTarget(model.to(device), settings.path, settings.max_batch_tokens)
 
 

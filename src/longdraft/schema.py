@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from longdraft.errors import UserError
 
@@ -16,6 +16,12 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
+
+def _switch_word(value: Any) -> Any:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+OnOff = BeforeValidator(_switch_word)  # for words of which YAML reads on and off as truth values
 
 S = TypeVar("S", bound=BaseModel)
 

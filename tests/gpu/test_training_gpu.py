@@ -1,11 +1,12 @@
 """Training on a GPU: 16-bit drafts learn, resume, agree with float32 on the CPU, and fit the memory estimate."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from half_precision import check_gradients, documents, loss_and_gradients, pair, short_run, wide_target
+from half_precision import SMOLLM2, check_gradients, documents, loss_and_gradients, pair, short_run, wide_target
 from tiny import tiny_draft, tiny_model, tiny_target
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,7 +21,7 @@ from longdraft.train.loop import train
 from longdraft.train.memory_plan import estimate_memory
 from longdraft.train.objective import longspec_loss
 from longdraft.train.samples import Packed
-from longdraft.train.target import load_config, load_target
+from longdraft.train.target import Capture, load_config, load_target
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMOKE = Path(__file__).parents[2] / "recipes/smoke/longspec.yaml"
@@ -89,6 +90,55 @@ def test_the_memory_estimate_holds_within_a_third(tmp_path: Path) -> None:
     print(f"peak {peak / 2**30:.2f} GiB, estimate {estimate.total / 2**30:.2f} GiB ({estimate})")
     assert 0.67 < estimate.total / peak < 1.5
     assert load_target(TargetSettings(path=str(folder)), torch.device("cuda")).model.dtype == torch.bfloat16
+
+
+def captured(path: Path, dtype: str, liger: str, ids: torch.Tensor, position: torch.Tensor, cu: list[int]) -> Capture:
+    settings = TargetSettings(path=str(path), dtype=dtype, liger=liger)
+    target = load_target(settings, torch.device("cuda"))
+    fused = sum("forward" in vars(module) for module in target.model.modules())
+    assert (fused > 0) == (liger == "on")
+    return target.capture(ids, position, cu, hidden=True, aux=(0, 1, 2))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_ligers_layers_give_what_transformers_give(family: str, tmp_path: Path) -> None:
+    """Keys, values, hidden and aux rows: in float32 the same, in bfloat16 no further from float32 than transformers' own."""
+    folder = tiny_model(family, tmp_path / "t", **SMOLLM2 | {"num_hidden_layers": 4, "initializer_range": 0.02})
+    cu = [0, 700, 1000, 1001]
+    ids = torch.randint(0, 49152, (1001,), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    position = torch.cat([torch.arange(4), torch.arange(3000, 3696), torch.arange(301)]).to("cuda")
+    exact, full, half, plain = (
+        captured(folder, dtype, liger, ids, position, cu).tensors
+        for dtype, liger in (("float32", "off"), ("float32", "on"), ("bfloat16", "on"), ("bfloat16", "off"))
+    )
+    for name, want in exact.items():
+        errors = [float((x[name].double() - want).norm() / want.norm()) for x in (full, half, plain)]
+        print(
+            f"{family} {name}: relative error float32 {errors[0]:.1e}, bfloat16 {errors[1]:.2e}, plain {errors[2]:.2e}"
+        )
+        assert errors[0] < 1e-3
+        assert errors[1] < 1.25 * errors[2] + 1e-3
+
+
+def test_ligers_layers_do_not_slow_a_small_target_down(tmp_path: Path) -> None:
+    """SmolLM2-135M's shape, 64 documents of 1024 tokens; prints tokens/s."""
+    folder = tiny_model("llama", tmp_path / "t", **SMOLLM2 | {"num_hidden_layers": 30, "initializer_range": 0.02})
+    cu = list(range(0, 65537, 1024))
+    ids = torch.randint(0, 49152, (65536,), device="cuda")
+    position = torch.arange(1024, device="cuda").repeat(64)
+    speeds = {}
+    for liger in ("off", "on"):
+        target = load_target(TargetSettings(path=str(folder), liger=liger), torch.device("cuda"))
+        seconds = []
+        for _ in range(8):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            target.capture(ids, position, cu, hidden=True)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        speeds[liger] = 65536 / sorted(seconds[2:])[3]
+    print(f"target tokens/s: transformers {speeds['off']:,.0f}, Liger {speeds['on']:,.0f}")
+    assert speeds["on"] > 0.95 * speeds["off"]
 
 
 LENGTHS = [1, 2, 64, 65, 484, 511, 512, 513, 576, 577, 667, 704, 995, 996, 1023, 1024, 1500]
