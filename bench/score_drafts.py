@@ -24,6 +24,7 @@ from longdraft.train.scoring import score
 from longdraft.train.target import FrozenTarget, load_target
 
 SHORTEST = 64  # tokens of an answer that count
+CUT_FROM = 1024  # tokens from which a prompt was cut to a length; shorter ones are chats of any length
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,10 @@ def read_answers(path: Path, new_tokens: int, kinds: list[str]) -> tuple[list[An
         answer = ids[prompt : prompt + new_tokens]
         if len(answer) < SHORTEST:
             continue
-        groups: tuple[str, ...] = (str(prompt),)
+        length = str(prompt) if prompt >= CUT_FROM else "chat"
+        groups: tuple[str, ...] = (length,)
         if kinds:
-            groups = (str(prompt), f"{prompt} {kinds[int(row['source'].split(':')[1].split('#')[0]) - 1]}")
+            groups = (length, f"{length} {kinds[int(row['source'].split(':')[1].split('#')[0]) - 1]}")
         if repeated_share(answer) > ALLOWED:
             looping.update(groups)
         else:
