@@ -104,12 +104,12 @@ class Server:
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
-    def stop(self) -> None:
-        """End the server and all its children, paused or not."""
+    def stop(self, patience: float = 5) -> None:
+        """End the server and all its children, paused or not; what is left after ``patience`` seconds is killed."""
         processes = self._processes()
         for number in (signal.SIGCONT, signal.SIGTERM):
             self._signal(number)
-        _, left = psutil.wait_procs(processes, timeout=5)
+        _, left = psutil.wait_procs(processes, timeout=patience)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -1,6 +1,7 @@
 """What must not take a server down or bend an answer: failures, NaN drafts, tight memory, the context limit, aborts, refusals."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def copy_draft(source: Path, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def faulty(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server whose drafter and verification raise now and then."""
-    arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(tiny_draft), "--enable-metrics"]
+    arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(tiny_draft)]
     server = ServerProcess(tiny_target, arguments, tmp_path_factory.mktemp("faulty") / "log", STRICT)
     server.command[1:3] = [str(Path(__file__).with_name("faulty_launch.py"))]
     with server:
@@ -85,7 +86,6 @@ def poisoned(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempP
         str(folder),
         "--context-length",
         "256",
-        "--enable-metrics",
     ]
     arguments += ["--schedule-conservativeness", "0.05"]  # admits more than fits, so that requests are retracted
     log = tmp_path_factory.mktemp("poisoned") / "log"
@@ -164,8 +164,6 @@ def refused(target: Path, *arguments: str) -> str:
     """The one line with which a start that must fail ends."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target), "--port", "1", *CPU_ARGUMENTS]
     environment = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "longdraft"}
-    import os
-
     ended = subprocess.run(
         [*command, *SPECULATIVE, *arguments],
         capture_output=True,
@@ -180,25 +178,27 @@ def refused(target: Path, *arguments: str) -> str:
     return errors[0]
 
 
+def refusals(target: Path, starts: list[list[str]]) -> list[str]:
+    """Of several starts at once: each takes seconds to import SGLang."""
+    with ThreadPoolExecutor(len(starts)) as pool:
+        return list(pool.map(lambda arguments: refused(target, *arguments), starts))
+
+
 def test_drafts_that_do_not_fit_end_the_start_in_one_line(tiny_target: Path, tiny_draft: Path, tmp_path: Path) -> None:
-    def with_draft(folder: Path) -> str:
-        return refused(tiny_target, "--speculative-draft-model-path", str(folder))
-
-    assert "config.json" in with_draft(tmp_path) and "give a folder" in with_draft(tmp_path)
-
     truncated = copy_draft(tiny_draft, tmp_path / "truncated")
     data = (truncated / "model.safetensors").read_bytes()
     (truncated / "model.safetensors").write_bytes(data[: len(data) // 2])
-    line = with_draft(truncated)
-    assert "model.safetensors is damaged" in line and "copy or export" in line
-
     wrong = copy_draft(tiny_draft, tmp_path / "wrong")
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
-    line = with_draft(wrong)
-    assert "hidden_size=128, the target has 64" in line and "trained for this target" in line
+    folders = [["--speculative-draft-model-path", str(folder)] for folder in (tmp_path, truncated, wrong)]
+    missing, damaged, unlike = refusals(tiny_target, folders)
+    assert "config.json" in missing and "give a folder" in missing
+    assert "model.safetensors is damaged" in damaged and "copy or export" in damaged
+    assert "hidden_size=128, the target has 64" in unlike and "trained for this target" in unlike
 
 
 def test_flags_that_cannot_be_served_end_the_start_in_one_line(tiny_target: Path) -> None:
-    assert "--page-size 16" in refused(tiny_target, "--page-size", "16")
-    assert "--enable-streaming-session" in refused(tiny_target, "--enable-streaming-session")
+    pages, sessions = refusals(tiny_target, [["--page-size", "16"], ["--enable-streaming-session"]])
+    assert "--page-size 16" in pages
+    assert "--enable-streaming-session" in sessions
