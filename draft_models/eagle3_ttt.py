@@ -87,9 +87,7 @@ def forward_ttt(
         return draft.query(x, positions), *draft.key_value(x, positions)
 
     rows = ChainRows.build(row_N, cu)
-    last_N = torch.empty_like(row_N)
-    for first, last, document in rows.documents:
-        last_N[first:last] = next(end for end in cu if end > document) - 1
+    last_N = rows.last_N
     hidden_TE = run(draft.fuse, aux_TA)
     # The last row of a document has no next token; no other row sees what it makes of the one that stands there.
     k_TKD, v_TKD = run(shared, hidden_TE, id_T.roll(-1), position_T)

@@ -13,16 +13,17 @@ Legend: N query rows, C rows of a block, M keys of a block, T packed rows, S own
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from longdraft.kernels.dense_attention import dense_attention
+from longdraft.kernels.row_keys import row_blocks, row_keys_backward, row_keys_forward
+from longdraft.kernels.span_flash import SpanCall, plan_calls, spans_backward, spans_forward
 
 SCORES = 1 << 23  # scores a block in torch: 32 MiB in float32
-OWN_ROWS = 4096  # rows a block of the chain's own part
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,20 @@ class ChainRows:
     Attributes:
         row_N: their indices among the packed rows, int64, ascending.
         place_N: their places in their documents.
+        last_N: the last packed row of each one's document.
         spans: neighbouring rows of one document: ``(first, last, row, document)`` are a range of N, the packed row of the
             range's first, and where the document starts.
-        documents: ranges of N by document: ``(first, last, document)``.
+        documents: ranges of N by document: ``(first, last, document, deepest)``, the last the largest place of the range.
+        packed: T.
     """
 
     row_N: torch.Tensor
     place_N: torch.Tensor
+    last_N: torch.Tensor
     spans: tuple[tuple[int, int, int, int], ...]
-    documents: tuple[tuple[int, int, int], ...]
+    documents: tuple[tuple[int, int, int, int], ...]
+    packed: int
+    _calls: dict[int | None, tuple[SpanCall, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def build(row_N: torch.Tensor, cu: Sequence[int]) -> "ChainRows":
@@ -49,17 +55,28 @@ class ChainRows:
         Raises:
             ValueError: rows that do not ascend, or lie outside the documents.
         """
-        rows, starts = row_N.cpu(), torch.tensor(cu)
+        rows, offsets = row_N.cpu(), torch.tensor(cu)
         if len(rows) and (bool((rows[1:] <= rows[:-1]).any()) or int(rows[0]) < cu[0] or int(rows[-1]) >= cu[-1]):
             raise ValueError(f"rows must ascend and lie in {cu[0]} .. {cu[-1] - 1}")
-        document_N = torch.searchsorted(starts, rows, right=True) - 1
-        start_N = starts[document_N]
-        changes = document_N[1:] != document_N[:-1]
-        documents = [(a, b, int(start_N[a])) for a, b in _ranges(changes, len(rows))]
+        document_N = torch.searchsorted(offsets, rows, right=True) - 1
+        start_N, last_N = offsets[document_N], offsets[document_N + 1] - 1
+        place_N, changes = rows - start_N, document_N[1:] != document_N[:-1]
+        documents = [(a, b, int(start_N[a]), int(place_N[b - 1])) for a, b in _ranges(changes, len(rows))]
         breaks = changes | (rows[1:] != rows[:-1] + 1)
         spans = [(a, b, int(rows[a]), int(start_N[a])) for a, b in _ranges(breaks, len(rows))]
-        place_N = (rows - start_N).to(row_N.device)
-        return ChainRows(row_N, place_N, tuple(spans), tuple(documents))
+        place_N, last_N = (x.to(row_N.device) for x in (place_N, last_N))
+        return ChainRows(row_N, place_N, last_N, tuple(spans), tuple(documents), cu[-1])
+
+    @property
+    def deepest(self) -> int:
+        """The largest place; -1 without rows."""
+        return max((deepest for *_, deepest in self.documents), default=-1)
+
+    def calls(self, left: int | None) -> tuple[SpanCall, ...]:
+        """The flash kernel's calls for ``left`` keys before the diagonal (None: all), planned once."""
+        if left not in self._calls:
+            self._calls[left] = plan_calls(self.spans, left, self.packed, self.row_N.device)
+        return self._calls[left]
 
 
 def _ranges(breaks: torch.Tensor, count: int) -> Iterator[tuple[int, int]]:
@@ -77,54 +94,61 @@ class _Reach:
     sinks: int
     scale: float
 
+    @staticmethod
+    def build(rows: ChainRows, step: int, window: int | None, sinks: int, scale: float) -> "_Reach":
+        """A window that hides nothing from any row is none: short documents share one plan for all steps."""
+        hides = window is not None and rows.deepest + step >= window
+        return _Reach(rows, step, window if hides else None, sinks, scale)
+
     @property
     def left(self) -> int | None:
         """Step-0 keys that a row sees before its own; None: all, negative: nor its own."""
         return None if self.window is None else self.window - 1 - self.step
 
-    def prefix(self) -> Iterator[tuple[slice, slice, int | None]]:
-        """``(rows, keys, left)``: causal attention aligned at the end, over ``left`` keys before the diagonal (None: all)."""
-        left = self.left
-        if left is not None and left <= 0:
-            return
-        for first, last, row, document in self.rows.spans:
-            begin = document if left is None else max(document, row - left)
-            yield slice(first, last), slice(begin, row + last - first), left
+    @property
+    def has_prefix(self) -> bool:
+        """Whether a row sees step-0 keys before its own, by the window."""
+        return self.left is None or self.left > 0
+
+    def calls(self) -> tuple[SpanCall, ...]:
+        """The prefix for the flash kernel."""
+        return self.rows.calls(self.left) if self.has_prefix else ()
 
     def blocks(self, heads: int) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """The prefix in blocks of bounded size: ``(rows, keys, visible_CM)``."""
-        device = self.rows.row_N.device
-        for at, keys, left in self.prefix():
-            top = keys.stop - (at.stop - at.start)  # packed row of the span's first
-            rows = max(1, SCORES // (heads * (keys.stop - keys.start)))
-            for n in range(at.start, at.stop, rows):
-                end = min(n + rows, at.stop)
-                here = torch.arange(top + n - at.start, top + end - at.start, device=device)
-                begin = keys.start if left is None else max(keys.start, top + n - at.start - left)
-                there = torch.arange(begin, top + end - at.start, device=device)
+        """The prefix in blocks of bounded size, each row in one of them: ``(rows, keys, visible_CM)``."""
+        device, left = self.rows.row_N.device, self.left
+        for first, last, row, document in self.rows.spans if self.has_prefix else ():
+            widest = row + last - first - (document if left is None else max(document, row - left))
+            rows = max(1, SCORES // (heads * widest))
+            for n in range(first, last, rows):
+                end = min(n + rows, last)
+                here = torch.arange(row + n - first, row + end - first, device=device)
+                begin = document if left is None else max(document, row + n - first - left)
+                there = torch.arange(begin, row + end - first, device=device)
                 distance = here[:, None] - there
                 visible = distance >= 0 if left is None else (distance >= 0) & (distance <= left)
-                yield slice(n, end), slice(begin, top + end - at.start), visible
+                yield slice(n, end), slice(begin, row + end - first), visible
 
     def sink_blocks(self) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-        """Leading keys behind the window's back."""
+        """Leading keys behind the window's back, of documents that are longer than the window."""
         if self.window is None or not self.sinks:
             return
-        for first, last, document in self.rows.documents:
+        for first, last, document, deepest in self.rows.documents:
+            if deepest + self.step < self.window:
+                continue
             place = self.rows.place_N[first:last]
-            count = min(self.sinks, int(place[-1]) + 1)
+            count = min(self.sinks, deepest + 1)
             sink = torch.arange(count, device=place.device)
             behind = place[:, None] + self.step - sink >= self.window
             yield slice(first, last), slice(document, document + count), behind & (sink <= place[:, None])
 
-    def alone(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """``(rows, packed rows)`` in blocks, where of step 0 a row sees its own key only: no kernel for one key a row."""
-        if self.left == 0:
-            for n in _row_blocks(len(self.rows.row_N)):
-                yield n, self.rows.row_N[n]
+    @property
+    def alone(self) -> bool:
+        """Whether a row sees its own key of step 0 only: one key a row, no work for an attention kernel."""
+        return self.left == 0
 
     def own(self, n: slice, count: int) -> torch.Tensor | None:
-        """``[C, S]`` which keys of its own chain a row sees; None: all."""
+        """``[C, S]`` which keys of its own chain a row sees, behind its own key of step 0 if that is alone; None: all."""
         if self.window is None or count <= self.window:
             return None
         s = torch.arange(1, count + 1, device=self.rows.row_N.device)
@@ -158,7 +182,7 @@ def chain_attention(
         ``[N, H, D]`` in the queries' dtype. On a GPU in 16 bit by FlashAttention, elsewhere in bounded blocks of torch.
     """
     assert len(own_k) == len(own_v) and len(q_NHD) == len(rows.row_N)
-    reach = _Reach(rows, len(own_k), window, sinks, scale)
+    reach = _Reach.build(rows, len(own_k), window, sinks, scale)
     out_NHD: torch.Tensor = _ChainAttention.apply(reach, q_NHD, k_TKD, v_TKD, *own_k, *own_v)
     return out_NHD
 
@@ -178,22 +202,17 @@ class _ChainAttention(torch.autograd.Function):
         out_NHD = torch.zeros_like(q, dtype=work)
         ctx.states = []
         if _has_flash(q):
-            for n, m, left in reach.prefix():
-                out, lse, *state = _flash_forward(q[n], k[m], v[m], left, reach.scale)
+            for call in reach.calls():
+                out_NHD[call.rows], total_NH[call.rows], state = spans_forward(q, k, v, call, reach.left, reach.scale)
                 ctx.states.append(state)
-                _merge(out_NHD[n], total_NH[n], out, lse)
         else:
             for n, m, visible in reach.blocks(q.shape[1]):
-                _merge(out_NHD[n], total_NH[n], *dense_attention(q[n], k[m], v[m], reach.scale, visible))
+                out_NHD[n], total_NH[n] = dense_attention(q[n], k[m], v[m], reach.scale, visible)
         for n, m, visible in reach.sink_blocks():
             _merge(out_NHD[n], total_NH[n], *dense_attention(q[n], k[m], v[m], reach.scale, visible))
-        for n, row in reach.alone():
-            own_k, own_v = (x[row].to(work)[:, :, None] for x in (k, v))
-            _merge(out_NHD[n], total_NH[n], *_own_forward(q[n], own_k, own_v, reach.scale, None))
-        for n in _row_blocks(len(q) if own else 0):
-            own_k, own_v = _own(own, n, work)
-            mask = reach.own(n, own_k.shape[2])
-            _merge(out_NHD[n], total_NH[n], *_own_forward(q[n], own_k, own_v, reach.scale, mask))
+        for n in row_blocks(len(q), len(own) // 2 + reach.alone, k, work):
+            own_k, own_v, seen = _near(reach, n, k, v, own, work)
+            _merge(out_NHD[n], total_NH[n], *row_keys_forward(q[n], own_k, own_v, reach.scale, seen))
         out = out_NHD.to(q.dtype)
         ctx.reach = reach
         ctx.save_for_backward(out, total_NH, q, k, v, *own)
@@ -203,7 +222,7 @@ class _ChainAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         out, total_NH, q, k, v, *own = ctx.saved_tensors
         reach: _Reach = ctx.reach
-        dout, work = grads[0].contiguous(), total_NH.dtype
+        dout, work, scale = grads[0].contiguous(), total_NH.dtype, reach.scale
         delta_NH = (dout.to(work) * out.to(work)).sum(-1)
         dq = torch.zeros_like(q, dtype=work)
         dk, dv = torch.zeros_like(k, dtype=work), torch.zeros_like(v, dtype=work)
@@ -214,27 +233,40 @@ class _ChainAttention(torch.autograd.Function):
                 whole[at] += part
 
         if _has_flash(q):
-            for (n, m, left), state in zip(reach.prefix(), ctx.states, strict=True):
-                given = dout[n], q[n], k[m], v[m], out[n], total_NH[n]
-                add(n, m, _flash_backward(*given, left, reach.scale, *state))
+            for call, state in zip(reach.calls(), ctx.states, strict=True):
+                spans_backward(dout, q, k, v, out, total_NH, call, reach.left, scale, state, (dq, dk, dv))
             dense = reach.sink_blocks()
         else:
             dense = (block for part in (reach.blocks(q.shape[1]), reach.sink_blocks()) for block in part)
         for n, m, visible in dense:
             given = dout[n], q[n], k[m], v[m], total_NH[n], delta_NH[n]
-            add(n, m, _dense_backward(*given, reach.scale, visible))
-        for n, row in reach.alone():
-            own_k, own_v = (x[row].to(work)[:, :, None] for x in (k, v))
-            dq_n, dk_n, dv_n = _own_backward(dout[n], q[n], own_k, own_v, total_NH[n], delta_NH[n], reach.scale, None)
-            add(n, row, (dq_n, dk_n[:, :, 0], dv_n[:, :, 0]))
-        for n in _row_blocks(len(q) if own else 0):
-            own_k, own_v = _own(own, n, work)
-            mask = reach.own(n, own_k.shape[2])
-            dq_n, dk_n, dv_n = _own_backward(dout[n], q[n], own_k, own_v, total_NH[n], delta_NH[n], reach.scale, mask)
-            dq[n] += dq_n
+            add(n, m, _dense_backward(*given, scale, visible))
+        for n in row_blocks(len(q), len(own) // 2 + reach.alone, k, work):
+            own_k, own_v, seen = _near(reach, n, k, v, own, work)
+            row = dout[n], q[n], own_k, own_v, total_NH[n], delta_NH[n]
+            dq_n, dk_n, dv_n = row_keys_backward(*row, scale, seen)
+            if reach.alone:
+                add(n, reach.rows.row_N[n], (dq_n, dk_n[:, :, 0], dv_n[:, :, 0]))
+                dk_n, dv_n = dk_n[:, :, 1:], dv_n[:, :, 1:]
+            else:
+                dq[n] += dq_n
             for to, part in zip(down, (*dk_n.unbind(2), *dv_n.unbind(2)), strict=True):
                 to[n] = part.to(to.dtype)
         return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *down
+
+
+def _near(
+    reach: _Reach, n: slice, k: torch.Tensor, v: torch.Tensor, own: Sequence[torch.Tensor], work: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Keys and values that are each one row's own, ``[C, K, S, D]``, and which of them are seen, ``[C, S]`` (None: all)."""
+    half, visible = len(own) // 2, reach.own(n, len(own) // 2)
+    parts = [[x[n] for x in part] for part in (own[:half], own[half:])]
+    if reach.alone:
+        row = reach.rows.row_N[n]
+        parts = [[x[row], *part] for x, part in zip((k, v), parts, strict=True)]
+        visible = visible if visible is None else torch.nn.functional.pad(visible, (1, 0), value=True)
+    keys, values = (torch.stack(part, 2).to(work) for part in parts)
+    return keys, values, visible
 
 
 def _merge(out_CHD: torch.Tensor, total_CH: torch.Tensor, part_CHD: torch.Tensor, lse_CH: torch.Tensor) -> None:
@@ -244,61 +276,6 @@ def _merge(out_CHD: torch.Tensor, total_CH: torch.Tensor, part_CHD: torch.Tensor
     out_CHD *= torch.exp(total_CH - safe_CH)[..., None]
     out_CHD += part_CHD.to(out_CHD.dtype) * torch.exp(lse_CH - safe_CH)[..., None]
     total_CH.copy_(new_CH)
-
-
-def _row_blocks(count: int) -> Iterator[slice]:
-    for n in range(0, count, OWN_ROWS):
-        yield slice(n, min(n + OWN_ROWS, count))
-
-
-def _own(own: Sequence[torch.Tensor], n: slice, work: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Own keys and values of some rows, ``[C, K, S, D]`` each."""
-    half = len(own) // 2
-    keys, values = (torch.stack([x[n] for x in part], 2).to(work) for part in (own[:half], own[half:]))
-    return keys, values
-
-
-def _grouped(x_CHX: torch.Tensor, own_CKSD: torch.Tensor) -> torch.Tensor:
-    return x_CHX.unflatten(1, (own_CKSD.shape[1], -1))
-
-
-def _own_scores(
-    q_CHD: torch.Tensor, own_CKSD: torch.Tensor, scale: float, visible_CS: torch.Tensor | None
-) -> torch.Tensor:
-    """``[C, K, G, S]`` scaled scores in working precision, -inf where a row does not see its own key."""
-    score = torch.einsum("ckgd,cksd->ckgs", _grouped(q_CHD.to(own_CKSD.dtype), own_CKSD), own_CKSD) * scale
-    return score if visible_CS is None else score.masked_fill(~visible_CS[:, None, None], float("-inf"))
-
-
-def _own_forward(
-    q_CHD: torch.Tensor, k_CKSD: torch.Tensor, v_CKSD: torch.Tensor, scale: float, visible_CS: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(out_CHD, lse_CH)`` over keys that are each one row's own; every row sees one at least."""
-    score = _own_scores(q_CHD, k_CKSD, scale, visible_CS)
-    lse = torch.logsumexp(score, -1)
-    out = torch.einsum("ckgs,cksd->ckgd", torch.exp(score - lse[..., None]), v_CKSD)
-    return out.flatten(1, 2), lse.flatten(1)
-
-
-def _own_backward(
-    dout_CHD: torch.Tensor,
-    q_CHD: torch.Tensor,
-    k_CKSD: torch.Tensor,
-    v_CKSD: torch.Tensor,
-    total_CH: torch.Tensor,
-    delta_CH: torch.Tensor,
-    scale: float,
-    visible_CS: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(dq_CHD, dk_CKSD, dv_CKSD)`` of :func:`_own_forward`'s part in the merged softmax."""
-    work = total_CH.dtype
-    weight = torch.exp(_own_scores(q_CHD, k_CKSD, scale, visible_CS) - _grouped(total_CH[..., None], k_CKSD))
-    dout = _grouped(dout_CHD.to(work), k_CKSD)
-    dweight = torch.einsum("ckgd,cksd->ckgs", dout, v_CKSD)
-    dscore = weight * (dweight - _grouped(delta_CH[..., None], k_CKSD)) * scale
-    dq = torch.einsum("ckgs,cksd->ckgd", dscore, k_CKSD).flatten(1, 2)
-    dk = torch.einsum("ckgs,ckgd->cksd", dscore, _grouped(q_CHD.to(work), k_CKSD))
-    return dq, dk, torch.einsum("ckgs,ckgd->cksd", weight, dout)
 
 
 def _dense_backward(
@@ -322,35 +299,3 @@ def _dense_backward(
     dq = (dscore @ k).permute(2, 0, 1, 3).flatten(1, 2)
     dk, dv = ((x.transpose(-1, -2) @ y).sum(1).transpose(0, 1) for x, y in ((dscore, q), (weight, dout)))
     return dq, dk, dv
-
-
-def _flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int | None, scale: float
-) -> tuple[torch.Tensor, ...]:
-    """``(out_CHD, lse_CH, seed, offset)`` of FlashAttention, whose causal mask is aligned at the last query and key."""
-    out, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
-        q[None], k[None], v[None], None, None, len(q), len(k), 0.0, True, False,
-        scale=scale, window_size_left=left, window_size_right=None if left is None else 0,
-    )  # fmt: skip
-    return out[0], lse[0].t(), seed, offset
-
-
-def _flash_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    total_CH: torch.Tensor,
-    left: int | None,
-    scale: float,
-    seed: torch.Tensor,
-    offset: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    return tuple(
-        x[0]
-        for x in torch.ops.aten._flash_attention_backward(
-            dout[None], q[None], k[None], v[None], out[None], total_CH.t().contiguous()[None], None, None, len(q), len(k),
-            0.0, True, seed, offset, scale=scale, window_size_left=left, window_size_right=None if left is None else 0,
-        )
-    )  # fmt: skip

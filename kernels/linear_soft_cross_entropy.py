@@ -4,7 +4,7 @@ Training-time test draws several draft rows against one row of the target (EAGLE
 of their teacher row and are handled in teacher order: a teacher's distribution is computed once, and no tensor is ever
 [rows, vocabulary].
 
-Legend: M draft rows, J teacher rows, E hidden size, N draft vocabulary.
+Legend: M draft rows, J teacher rows, U different teachers asked for, R rows of a chunk, E hidden size, N draft vocabulary.
 """
 
 from typing import Any
@@ -35,9 +35,16 @@ class _ChunkedSoftCrossEntropy(torch.autograd.Function):
         grad_NE = torch.zeros(head_NE.shape, dtype=wide, device=head_NE.device) if wants_head else None
         loss = hidden_ME.new_zeros((), dtype=wide)
         choice_M = torch.empty(len(hidden_ME), dtype=torch.int64, device=hidden_ME.device)
-        for rows in torch.argsort(teacher_M, stable=True).split(chunk):
-            teacher_R, which_R = torch.unique_consecutive(teacher_M[rows], return_inverse=True)
-            p = torch.softmax((teacher_JE[teacher_R] @ teacher_head_NE.t()).to(wide), -1)[which_R]
+        order_M = torch.argsort(teacher_M, stable=True)
+        teacher_U, which_M = torch.unique_consecutive(teacher_M[order_M], return_inverse=True)
+        # Which teachers a chunk asks for, read from the device before the loop: each chunk would wait for all work before it.
+        firsts = which_M[::chunk].tolist()
+        lasts = torch.cat(
+            [which_M[chunk - 1 :: chunk], which_M[-1:]]
+        ).tolist()  # one too many where the chunks are full
+        for rows, which_R, a, b in zip(order_M.split(chunk), which_M.split(chunk), firsts, lasts, strict=False):
+            teacher_RE = teacher_JE[teacher_U[a : b + 1]]
+            p = torch.softmax((teacher_RE @ teacher_head_NE.t()).to(wide), -1)[which_R - a]
             hidden_RE, weight_R1 = hidden_ME[rows], weight_M[rows, None].to(wide)
             log_q = log_softmax((hidden_RE @ head_NE.t()).to(wide), -1)
             choice_M[rows] = log_q.argmax(-1)

@@ -1,9 +1,11 @@
-"""Chain attention and the training-time test on a GPU: FlashAttention's path against torch in float64, and memory by length.
+"""Chain attention and the training-time test on a GPU: FlashAttention's path against torch in float64, memory by length, and
+launches by documents.
 
 Legend: N query rows, T packed rows, S own keys, H query heads, K key/value heads, D head size.
 """
 
-from itertools import pairwise
+import time
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -12,13 +14,16 @@ from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.eagle3_config import Eagle3Config, Eagle3Settings
 from longdraft.draft_models.eagle3_ttt import forward_ttt
 from longdraft.draft_models.target import TargetSpec
+from longdraft.kernels import span_flash
 from longdraft.kernels.chain_attention import ChainRows, chain_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 CU = [0, 1, 130, 257, 1300]
+ENDS = {end - 1 for end in CU[1:]}
 ROWS = {
     "all": list(range(1300)),
+    "all but last ones": [row for row in range(1300) if row not in ENDS],
     "spans": [0, *range(100, 130), 131, *range(900, 1300)],
     "scattered": list(range(3, 1300, 7)),
 }
@@ -49,6 +54,75 @@ def test_flash_gives_the_values_and_gradients_of_float64(
     for have, want in zip(*results, strict=True):
         error = (have.double() - want).norm() / want.norm().clamp_min(least)
         assert error < (1.5e-2 if dtype == torch.bfloat16 else 2.5e-3), f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize(("gap", "copies"), [(128, 2), (0, 2), (1, 0)], ids=["joined", "spans", "a call each"])
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("which", ["all but last ones", "spans", "scattered"])
+def test_however_spans_fall_into_calls_nothing_changes(
+    which: str, window: int | None, gap: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(span_flash, "GAP", gap)
+    monkeypatch.setattr(span_flash, "COPIES", copies)
+    test_flash_gives_the_values_and_gradients_of_float64(torch.bfloat16, which, (9, 3, 64), 2, window, 0)
+
+
+@pytest.mark.parametrize("documents", [1, 37])
+def test_the_varlen_log_sum_exp_has_a_layout_that_is_understood(documents: int) -> None:
+    """What this card's kernel returns, said in the test's output, against a log-sum-exp in float64."""
+    torch.manual_seed(0)
+    cu = [0, *accumulate(3 + 5 * i for i in range(documents))]
+    q, k, v = (torch.randn(cu[-1], heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (9, 3, 3))
+    (call,) = ChainRows.build(torch.arange(cu[-1], device="cuda"), cu).calls(None)
+    _, lse_NH, state = span_flash.spans_forward(q, k, v, call, None, 0.125)
+    print(f"layout of the log-sum-exp for {documents} documents: {tuple(state.lse_shape)}")
+    for a, b in pairwise(cu):
+        score = torch.einsum("lhd,jhd->lhj", q[a:b].double(), k[a:b].double().repeat_interleave(3, 1)) * 0.125
+        hidden = torch.ones(b - a, b - a, device="cuda", dtype=torch.bool).triu(1)
+        want = torch.logsumexp(score.masked_fill(hidden[:, None], float("-inf")), -1)
+        torch.testing.assert_close(lse_NH[a:b].double(), want, rtol=1e-3, atol=1e-3)
+
+
+def smollm2_135m() -> TargetSpec:
+    rope = {"rope_type": "default", "rope_theta": 1e5}
+    return TargetSpec("llama", 576, 1536, 30, 9, 3, 64, 49152, 8192, 1e-5, "silu", True, False, rope)
+
+
+def test_launches_do_not_grow_with_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five steps over 64K rows of a 135M's shape, as 8 documents and as 340: as many launches; a call a span is the loop of before."""
+    draft = Eagle3Draft(Eagle3Config(smollm2_135m(), Eagle3Settings(draft_vocab_size=8192))).to("cuda", torch.bfloat16)
+    draft.bind(torch.zeros(49152, 576, device="cuda", dtype=torch.bfloat16))
+    aux = torch.randn(65536, 3 * 576, device="cuda", dtype=torch.bfloat16)
+    ids, position = torch.randint(1000, (65536,), device="cuda"), torch.arange(65536, device="cuda") % 8192
+
+    def step(cu: list[int]) -> None:
+        ends = {end - 1 for end in cu[1:]}
+        rows = torch.tensor([row for row in range(65536) if row not in ends], device="cuda")
+        torch.cuda.synchronize()
+        started.append(time.perf_counter())
+        total = torch.zeros((), device="cuda")
+        for out in forward_ttt(draft, aux, ids, position, cu, rows, 5):
+            total = total + out.normed_NE.float().mean()
+        total.backward()
+        torch.cuda.synchronize()
+
+    def measured(documents: int) -> tuple[int, float]:
+        cu = [65536 * i // documents for i in range(documents + 1)]
+        step(cu)
+        step(cu)
+        seconds = time.perf_counter() - started[-1]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            step(cu)
+        return sum(event.count for event in seen.key_averages()), seconds
+
+    started = list[float]()
+    few, many = measured(8), measured(340)
+    monkeypatch.setattr(span_flash, "COPIES", 0)
+    loop = measured(340)
+    for name, (launches, seconds) in {"8 documents": few, "340": many, "340 in a loop": loop}.items():
+        print(f"{name}: {launches:,} launches, {seconds * 1e3:.0f} ms")
+    assert many[0] < 1.1 * few[0]
+    assert loop[0] > 4 * many[0]
 
 
 def llama_8b() -> TargetSpec:

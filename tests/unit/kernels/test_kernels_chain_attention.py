@@ -8,8 +8,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from flash_twin import FlashTwin
 
 from longdraft.kernels import chain_attention as module
+from longdraft.kernels import row_keys, span_flash
 from longdraft.kernels.chain_attention import ChainRows, chain_attention
 
 HEADS, KV, SIZE = 6, 2, 5
@@ -52,7 +54,35 @@ def test_values_and_gradients_are_those_of_one_dense_softmax(
     which: str, step: int, window: int | None, sinks: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SCORES", block)
-    monkeypatch.setattr(module, "OWN_ROWS", 7)
+    monkeypatch.setattr(row_keys, "BLOCK", 7 * max(step, 1) * KV * SIZE * 8)
+    check(which, step, window, sinks)
+
+
+@pytest.mark.parametrize(
+    ("gap", "copies", "padded"), [(128, 2, True), (0, 2, False), (1, 0, True)], ids=["joined", "spans", "a call each"]
+)
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (4, 0), (4, 3), (1, 0), (2, 1), (100, 2)])
+@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("which", ROWS)
+def test_the_varlen_kernels_path_is_that_softmax_too(
+    which: str,
+    step: int,
+    window: int | None,
+    sinks: int,
+    gap: int,
+    copies: int,
+    padded: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Spans of a document that share keys, dead queries in the gaps, several calls: values and gradients stay."""
+    monkeypatch.setattr(span_flash, "GAP", gap)
+    monkeypatch.setattr(span_flash, "COPIES", copies)
+    twin = FlashTwin(padded).install(monkeypatch)
+    check(which, step, window, sinks)
+    assert bool(twin.calls) == (window is None or step < window - 1)
+
+
+def check(which: str, step: int, window: int | None, sinks: int) -> None:
     rows = ROWS[which]
     given = inputs(rows, step)
     expected = dense(given, rows, step, window, sinks)
@@ -89,7 +119,7 @@ def test_no_block_is_larger_than_the_budget() -> None:
     plan = ChainRows.build(torch.arange(100, 3000), [0, 3000])
     for window in (None, 64):
         pairs = 0
-        for n, m, visible in module._Reach(plan, 2, window, 0, 1.0).blocks(8):
+        for n, m, visible in module._Reach.build(plan, 2, window, 0, 1.0).blocks(8):
             assert visible.shape == (n.stop - n.start, m.stop - m.start)
             assert visible.numel() * 8 <= module.SCORES
             pairs += int(visible.sum())
@@ -98,13 +128,18 @@ def test_no_block_is_larger_than_the_budget() -> None:
 
 @pytest.mark.parametrize(("step", "window"), [(0, 1), (2, 3)])
 def test_a_window_that_holds_the_row_alone_asks_no_attention_kernel(step: int, window: int) -> None:
-    """One key a row: every row gives its own packed row, in blocks, and no span is left to a kernel on any device."""
-    rows = torch.tensor(ROWS["scattered"])
-    reach = module._Reach(ChainRows.build(rows, CU), step, window, 0, 1.0)
-    assert not list(reach.prefix())
-    assert torch.equal(torch.cat([row for _, row in reach.alone()]), rows)
+    """One key a row: no span is left to a kernel on any device."""
+    reach = module._Reach.build(ChainRows.build(torch.tensor(ROWS["scattered"]), CU), step, window, 0, 1.0)
+    assert reach.alone and not reach.calls() and not list(reach.blocks(1))
     for other in (window - 1, window + 1, None):
-        assert not list(module._Reach(reach.rows, step, other, 0, 1.0).alone())
+        assert not module._Reach.build(reach.rows, step, other, 0, 1.0).alone
+
+
+def test_a_window_beyond_every_row_is_planned_as_none() -> None:
+    plan = ChainRows.build(torch.tensor(ROWS["all"]), CU)
+    assert plan.deepest == 16
+    for window, left in ((19, None), (18, 15)):
+        assert module._Reach.build(plan, 2, window, 3, 1.0).left == left
 
 
 def test_a_row_alone_reads_its_own_value_and_gives_scores_no_gradient() -> None:
@@ -122,8 +157,9 @@ def test_a_row_alone_reads_its_own_value_and_gives_scores_no_gradient() -> None:
 def test_the_plan_joins_neighbours_within_a_document() -> None:
     plan = ChainRows.build(torch.tensor([8, 9, 11, 12, 13, 39]), CU)
     assert plan.spans == ((0, 2, 8, 1), (2, 3, 11, 1), (3, 5, 12, 12), (5, 6, 39, 29))
-    assert plan.documents == ((0, 3, 1), (3, 5, 12), (5, 6, 29))
+    assert plan.documents == ((0, 3, 1, 10), (3, 5, 12, 1), (5, 6, 29, 10))
     assert plan.place_N.tolist() == [7, 8, 10, 0, 1, 10]
+    assert plan.last_N.tolist() == [11, 11, 11, 28, 28, 39]
 
 
 @pytest.mark.parametrize("rows", [[3, 3], [4, 3], [40], [-1, 2]])
