@@ -96,7 +96,8 @@ def flops_a_token(settings: TrainSettings, one_row_in: int) -> float:
     frozen = s.num_layers * (2 * layer + attention)
     if settings.draft.arch == "eagle3":
         return frozen + eagle3_flops(settings, one_row_in)
-    head = s.vocab_size * s.hidden_size * (6 if settings.objective.name == "kl" else 4)
+    scored = settings.draft.head_tokens or s.vocab_size
+    head = scored * s.hidden_size * (4 if settings.objective.name == "ce" else 6)
     return frozen + 6 * (layer + 2 * s.hidden_size * wide) + 3 * attention + head
 
 
