@@ -137,13 +137,17 @@ class Eagle3Draft(nn.Module):
         assert self._lent is not None, "bind() the target's embedding first"
         return F.embedding(id_T, self._lent[0]).to(self.dtype)
 
+    def features(self, aux_TA: torch.Tensor) -> torch.Tensor:
+        """``[T, A]`` what ``fc`` reads: the features in the draft's dtype, each layer's normed where the draft has such norms."""
+        aux_TA = aux_TA.to(self.dtype)
+        if self.fc_norm is None:
+            return aux_TA
+        parts = aux_TA.chunk(AUX_LAYERS, -1)
+        return torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+
     def fuse(self, aux_TA: torch.Tensor) -> torch.Tensor:
         """``[T, E]`` first hidden rows from the concatenated features of the three layers, low to high."""
-        aux_TA = aux_TA.to(self.dtype)
-        if self.fc_norm is not None:
-            parts = aux_TA.chunk(AUX_LAYERS, -1)
-            aux_TA = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        return self.fc(aux_TA)
+        return self.fc(self.features(aux_TA))
 
     def attention_input(self, id_T: torch.Tensor, hidden_TE: torch.Tensor) -> torch.Tensor:
         """``[T, 2 E]`` what queries, keys and values are projected from.

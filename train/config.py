@@ -65,7 +65,10 @@ class DraftSettings(LongSpecSettings):
     init_from: str | None = Field(None, description="draft folder whose weights and architecture the run starts from")
 
     fit_tokens: int = Field(
-        0, ge=0, description="before the first step, fit the MLP's output to the target on so many tokens; 0 is off"
+        0,
+        ge=0,
+        description="before the first step, fit the MLP's output (eagle3: the whole first step) to the target on so many "
+        "tokens; 0 is off",
     )
 
     @property
@@ -335,11 +338,15 @@ class TrainSettings(Settings):
                     raise ValueError(f"section {name} is EAGLE-3's: set draft.arch=eagle3, or remove it")
             return
         plain = DraftSettings()
-        own = sorted(DraftSettings.model_fields.keys() - {"arch", "init", "init_from"})
+        own = sorted(DraftSettings.model_fields.keys() - {"arch", "init", "init_from", "fit_tokens"})
         found = [f"draft.{name}" for name in own if getattr(self.draft, name) != getattr(plain, name)]
         found += [] if self.lag == LagSettings() else ["lag"]
         if found:
             raise ValueError(f"{found[0]} is LongSpec's: with draft.arch=eagle3 use the sections eagle3 and ttt")
+        if self.draft.fit_tokens and self.draft.init != "target" and self.draft.init_from is None:
+            raise ValueError(
+                "draft.fit_tokens fits to the target's own head and norm: with draft.arch=eagle3 set draft.init=target"
+            )
         if self.objective.name != "ce":
             raise ValueError(f"objective.name={self.objective.name!r} is LongSpec's: EAGLE-3 learns the distribution")
         if self.views.share or self.evaluation.context is not None:

@@ -1,5 +1,7 @@
-"""An EAGLE-3 draft's first weights: from the seed, the target's head, or another draft whose vocabulary stays."""
+"""An EAGLE-3 draft's first weights: from the seed, the target's head and a fit to it, or another
+draft whose vocabulary stays."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -7,10 +9,14 @@ import torch
 from longdraft.draft_models.checkpoint import load_draft
 from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.eagle3_config import Eagle3Config, Eagle3Settings, rope_reach
+from longdraft.draft_models.eagle3_fit import Eagle3FitBatch, fit_eagle3
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
+from longdraft.kernels.linear_cross_entropy import IGNORED
 from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Documents
+from longdraft.train.engine import Group
+from longdraft.train.first_weights import fit_samples, share_first
 from longdraft.train.ranked_head import DOCUMENTS
 from longdraft.train.target import FrozenTarget, resolve_dtype
 from longdraft.train.vocabulary import count_tokens
@@ -42,6 +48,33 @@ def build_eagle3(
     draft = draft.to(device=target.device, dtype=dtype)
     draft.rotary.inverse = frequencies.to(target.device)  # a cast to 16 bit would bend far positions
     return draft.train().bind(target.embedding_VE, target.head_VE), said
+
+
+def fit_first_step(
+    draft: Eagle3Draft, target: FrozenTarget, settings: TrainSettings, corpus: Documents, limit: int, group: Group
+) -> int:
+    """``draft.fit_tokens``: fit the first step on the first samples; every rank ends with rank 0's weights.
+
+    Returns:
+        Rows that were fitted; 0 if the fit is off or the run starts from another draft.
+    """
+    if not settings.draft.fit_tokens or settings.draft.init_from is not None:
+        return 0
+
+    def batches() -> Iterator[Eagle3FitBatch]:
+        for micro in fit_samples(settings, corpus, limit, target.device):
+            seen = micro.capture or target.capture(
+                micro.id_T, micro.position_T, micro.cu, hidden=True, aux=draft.config.aux_layers, cache=False
+            )
+            assert seen.hidden_TE is not None
+            row_N = (micro.label_T != IGNORED).nonzero().flatten()
+            yield Eagle3FitBatch(seen.aux_TA, micro.id_T, micro.position_T, micro.cu, row_N, seen.hidden_TE)
+
+    rows = fit_eagle3(draft, batches) if group.rank == 0 else 0
+    attn, mlp = draft.midlayer.self_attn, draft.midlayer.mlp
+    fitted = draft.fc, attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.down_proj
+    share_first(group, [module.weight for module in fitted])
+    return int(group.totals(rows)[0])
 
 
 def check_trained_positions(config: Eagle3Config, settings: TrainSettings) -> None:

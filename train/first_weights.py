@@ -3,7 +3,7 @@
 Legend: T packed tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Documents
 from longdraft.train.engine import Group
 from longdraft.train.ranked_head import most_frequent
-from longdraft.train.samples import SampleStream
+from longdraft.train.samples import Packed, SampleStream
 from longdraft.train.target import FrozenTarget, resolve_dtype
 
 
@@ -65,29 +65,33 @@ def fit(
     if not settings.draft.fit_tokens or settings.draft.init_from is not None:
         return 0
     rows = fit_to_hidden(draft, _batches(draft, target, settings, corpus, limit)) if group.rank == 0 else 0
-    weight = draft.mlp.down_proj.weight
-    shared = weight.detach().float() if group.rank == 0 else torch.zeros_like(weight, dtype=torch.float32)
-    weight.data.copy_(group.sum(shared))
+    share_first(group, [draft.mlp.down_proj.weight])
     return int(group.totals(rows)[0])
+
+
+def share_first(group: Group, weights: Sequence[torch.Tensor]) -> None:
+    """Give all ranks rank 0's weights."""
+    for weight in weights:
+        own = weight.detach().float() if group.rank == 0 else torch.zeros_like(weight, dtype=torch.float32)
+        weight.data.copy_(group.sum(own))
+
+
+def fit_samples(settings: TrainSettings, corpus: Documents, limit: int, device: torch.device) -> Iterator[Packed]:
+    """The run's first micro-batches, on the device, up to ``draft.fit_tokens``."""
+    stream, cursor, tokens = SampleStream(corpus, settings, limit, 0, 1), 0, 0
+    while tokens < settings.draft.fit_tokens:
+        micros, cursor = stream.window(cursor)
+        for micro in micros:
+            yield micro.to(device)
+            tokens += len(micro.id_T)
 
 
 def _batches(
     draft: LongSpecDraft, target: FrozenTarget, settings: TrainSettings, corpus: Documents, limit: int
 ) -> Iterator[FitBatch]:
-    stream, cursor, tokens = SampleStream(corpus, settings, limit, 0, 1), 0, 0
-    while tokens < settings.draft.fit_tokens:
-        micros, cursor = stream.window(cursor)
-        for micro in (m.to(target.device) for m in micros):
-            seen = micro.capture or target.capture(micro.id_T, micro.position_T, micro.cu, hidden=True)
-            assert seen.hidden_TE is not None
-            run = partial(
-                draft.forward_packed,
-                micro.id_T,
-                micro.position_T,
-                seen.k_TKD,
-                seen.v_TKD,
-                micro.cu,
-                settings.lag.min,
-            )
-            yield run, seen.hidden_TE, (micro.label_T != IGNORED).nonzero().flatten()
-            tokens += len(micro.id_T)
+    for micro in fit_samples(settings, corpus, limit, target.device):
+        seen = micro.capture or target.capture(micro.id_T, micro.position_T, micro.cu, hidden=True)
+        assert seen.hidden_TE is not None
+        cache = seen.k_TKD, seen.v_TKD
+        run = partial(draft.forward_packed, micro.id_T, micro.position_T, *cache, micro.cu, settings.lag.min)
+        yield run, seen.hidden_TE, (micro.label_T != IGNORED).nonzero().flatten()

@@ -1,27 +1,41 @@
 """The optimizers that ``optim.name`` stands for; every engine steps these."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from longdraft.train.config import OptimSettings
 
+HEADS = {"lm_head.weight"}  # a draft's weights whose rows are tokens
 
-def build_optimizers(parameters: list[torch.nn.Parameter], settings: OptimSettings) -> list[torch.optim.Optimizer]:
-    """What ``optim.name`` asks for: vectors are never decayed, and never Muon's (it orthogonalises matrices)."""
-    matrices = [p for p in parameters if p.dim() > 1]
-    vectors = [p for p in parameters if p.dim() <= 1]
+
+def build_optimizers(
+    parameters: Mapping[str, torch.nn.Parameter], settings: OptimSettings
+) -> list[torch.optim.Optimizer]:
+    """What ``optim.name`` asks for, of a draft's weights by name: vectors are never decayed.
+
+    Muon orthogonalises: it takes matrices between hidden rows, and leaves vectors to AdamW, and heads too, whose rows are
+    tokens that deserve steps of their own size (a token that no row asked for would be moved as far as any other).
+    """
+    vectors = [p for p in parameters.values() if p.dim() <= 1]
+    heads = [p for name, p in parameters.items() if name in HEADS and p.dim() > 1]
+    hidden = [p for name, p in parameters.items() if name not in HEADS and p.dim() > 1]
     if settings.name == "adamw":
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        return [_adamw([g for g in groups if g["params"]], settings)]
-    # Steps scaled to AdamW's root mean square, so that one learning rate suits matrices and vectors.
-    muon = torch.optim.Muon(
-        matrices, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
-    return [muon, _adamw([{"params": vectors, "weight_decay": 0.0}], settings)] if vectors else [muon]
+        return [_adamw([p for p in parameters.values() if p.dim() > 1], vectors, settings)]
+    # Steps scaled to AdamW's root mean square, so that one learning rate suits all.
+    muon = torch.optim.Muon(hidden, lr=settings.lr, weight_decay=settings.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return [muon, _adamw(heads, vectors, settings)] if heads or vectors else [muon]
 
 
-def _adamw(groups: list[dict[str, Any]], settings: OptimSettings) -> torch.optim.Optimizer:
+def _adamw(
+    matrices: list[torch.nn.Parameter], vectors: list[torch.nn.Parameter], settings: OptimSettings
+) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
-        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
     )

@@ -22,7 +22,7 @@ class TorchEngine(Engine):
             name: p if p.dtype == torch.float32 else torch.nn.Parameter(p.detach().float())
             for name, p in self.live.items()
         }
-        self.optimizers = build_optimizers(list(self.master.values()), settings)
+        self.optimizers = build_optimizers(self.master, settings)
 
     def loss(self, batch: Packed, step: int) -> StepLoss:
         out: StepLoss = self.method(batch, step)

@@ -98,7 +98,7 @@ class ZeroEngine(Engine):
         self.stage: int = config["zero_optimization"]["stage"]
         self.trained = _Trained(method)
         self.twin = hollow_copy(method.draft) if self.stage == 3 else method.draft
-        [optimizer] = build_optimizers(list(self.live.values()), settings.optim)
+        [optimizer] = build_optimizers(self.live, settings.optim)
         self.engine, self.zero, *_ = self.library.initialize(
             model=self.trained, optimizer=optimizer, config=config, dist_init_required=False
         )

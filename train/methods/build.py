@@ -4,7 +4,7 @@ from typing import Any
 
 from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Documents
-from longdraft.train.eagle3_weights import build_eagle3
+from longdraft.train.eagle3_weights import build_eagle3, fit_first_step
 from longdraft.train.engine import Group
 from longdraft.train.first_weights import build_draft, fit, rank_head
 from longdraft.train.methods.base import Method
@@ -41,7 +41,9 @@ def build_method(
     """
     if settings.draft.arch == "eagle3":
         eagle3, said = build_eagle3(settings, target, corpus, tokenizer)
-        return Eagle3Method(settings, target, eagle3), said
+        rows = 0 if resumed else fit_first_step(eagle3, target, settings, corpus, limit, group)
+        parts = [said, f"its first step was fitted to the target on {rows:,} rows" if rows else ""]
+        return Eagle3Method(settings, target, eagle3), "; ".join(part for part in parts if part)
     draft = build_draft(settings, target)
     rank_head(draft, settings, corpus, tokenizer)
     rows = 0 if resumed else fit(draft, target, settings, corpus, limit, group)

@@ -1,5 +1,6 @@
 """EAGLE-3's objective against a loop that says what it means; warm starts, vocabularies and refusals."""
 
+import json
 import re
 import subprocess
 import sys
@@ -152,6 +153,26 @@ def test_a_run_learns_resumes_and_leaves_a_draft_that_loads(tmp_path: Path) -> N
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
 
 
+def first_loss(folder: Path, name: str) -> float:
+    row = json.loads((folder / name / "metrics.jsonl").read_text().splitlines()[0])
+    return float(row["loss"])
+
+
+def test_a_fitted_start_lowers_the_first_loss_and_a_resumed_run_keeps_its_weights(tmp_path: Path) -> None:
+    """Under Muon, whose state and AdamW's of the head both resume."""
+    each = ("schedule.log_every=1", "optim.name=muon")
+    run(tmp_path, "without", "schedule.max_steps=1", *each)
+    folder = run(tmp_path, "whole", "draft.fit_tokens=4000", *each)
+    assert first_loss(tmp_path, "whole") < 0.9 * first_loss(tmp_path, "without")
+    run(tmp_path, "parts", "draft.fit_tokens=4000", *each, "schedule.max_steps=2")
+    parts = run(tmp_path, "parts", "draft.fit_tokens=4000", *each)
+    want, got = (load_file(path.parent / "state.safetensors") for path in (folder, parts))
+    assert want.keys() == got.keys() and all(torch.equal(want[key], got[key]) for key in want)
+    moments = {key.rsplit(".", 1)[-1] for key in want if key.startswith("optimizer.lm_head.weight.")}
+    assert moments == {"exp_avg", "exp_avg_sq", "step"}
+    assert "optimizer.fc.weight.momentum_buffer" in want
+
+
 def test_a_warm_start_keeps_the_vocabulary_and_may_stretch_the_rotation(tmp_path: Path) -> None:
     folder = run(tmp_path, "short")
     other = "other words altogether, xyzzy "
@@ -179,6 +200,7 @@ def test_a_warm_start_refuses_what_would_change_the_weights(tmp_path: Path, caps
         ({"draft": {"arch": "eagle3", "window": 64}}, "draft.window"),
         ({"draft": {"arch": "eagle3"}, "lag": {"max": 2}}, "lag"),
         ({"draft": {"arch": "eagle3"}, "objective": {"name": "kl"}}, "objective.name"),
+        ({"draft": {"arch": "eagle3", "fit_tokens": 100}}, "draft.init=target"),
         ({"draft": {"arch": "eagle3"}, "views": {"share": 0.5}}, "views.share"),
         ({"ttt": {"steps": 2}}, "draft.arch=eagle3"),
         ({"eagle3": {"window": 64}}, "draft.arch=eagle3"),
