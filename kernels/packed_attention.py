@@ -1,13 +1,22 @@
 """Causal attention within packed documents: sliding window, and the lagged slices of Flash Noisy Training.
 
-Legend: T packed tokens, H query heads, K key/value heads, D head size. Document i is tokens ``cu[i] .. cu[i + 1]``.
+On a GPU in 16 bit the number of kernels does not depend on the number of documents: with hundreds of short ones in a step, the
+CPU could not launch them as fast as the GPU runs them.
+
+Legend: T packed tokens, H query heads, K key/value heads, D head size, G query heads a key/value head, N rows that ranges name.
+Document i is tokens ``cu[i] .. cu[i + 1]``.
 """
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+
+from longdraft.kernels.varlen_flash import HALF, flash_documents, takes_flash
 
 CHUNK = 512  # query rows a block where torch attends, so that a 32K document never makes an [L, L] mask
 # Not cuDNN, which torch 2.11 asks first for 16-bit tensors on Hopper. Its backward pass is known to return gradients that
@@ -52,8 +61,32 @@ def _sdpa_document(q_LHD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor
     return torch.cat(outs, 2)[0].transpose(0, 1)
 
 
+class _OwnValue(torch.autograd.Function):
+    """Attention of rows that see themselves alone: no kernel for one key a row. Queries and keys get a gradient of zero, not
+    none, so that engines which wait for every weight's go on."""
+
+    @staticmethod
+    def forward(ctx: Any, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(q_THD, k_TKD)
+        group = q_THD.shape[1] // k_TKD.shape[1]
+        return v_TKD[:, :, None].expand(-1, -1, group, -1).flatten(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q_THD, k_TKD = ctx.saved_tensors
+        dout_TKGD = grads[0].unflatten(1, (k_TKD.shape[1], -1))
+        return torch.zeros_like(q_THD), torch.zeros_like(k_TKD), dout_TKGD.sum(2)
+
+
+@lru_cache(maxsize=8)
+def _offsets(cu: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Offsets of the documents that are not empty, int32; kept, since all layers of a target ask for the same."""
+    full = [cu[0], *(b for a, b in pairwise(cu) if b > a)]
+    return torch.tensor(full, dtype=torch.int32).to(device, non_blocking=True)
+
+
 def packed_causal_attention(
-    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu: list[int], window: int | None = None
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu: Sequence[int], window: int | None = None
 ) -> torch.Tensor:
     """Causal attention inside each document, scores scaled by ``D ** -0.5``.
 
@@ -65,22 +98,39 @@ def packed_causal_attention(
     Returns:
         ``[T, H, D]`` in the queries' dtype, differentiable in all three inputs.
     """
-    flash = flash_varlen() if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16) else None
-    if flash is None:
-        outs = [
-            _sdpa_document(q_THD[a:b], k_TKD[a:b], v_TKD[a:b], window)
-            for a, b in zip(cu, cu[1:], strict=False)
-            if b > a
-        ]
-        return torch.cat(outs) if outs else torch.zeros_like(q_THD)
-    offsets = torch.tensor(cu, dtype=torch.int32, device=q_THD.device)
-    longest = max(b - a for a, b in zip(cu, cu[1:], strict=False))
-    reach = (-1, -1) if window is None else (window - 1, 0)
-    return flash(q_THD, k_TKD, v_TKD, offsets, offsets, longest, longest, causal=True, window_size=reach)
+    longest = max((b - a for a, b in pairwise(cu)), default=0)
+    if window is None or window >= longest:
+        window = None
+    if window == 1 or longest <= 1:
+        own_THD: torch.Tensor = _OwnValue.apply(q_THD, k_TKD, v_TKD)
+        return own_THD
+    package = flash_varlen() if q_THD.is_cuda and q_THD.dtype in HALF else None
+    if package is not None:
+        offsets, reach = _offsets(tuple(cu), q_THD.device), (-1, -1) if window is None else (window - 1, 0)
+        return package(q_THD, k_TKD, v_TKD, offsets, offsets, longest, longest, causal=True, window_size=reach)
+    if takes_flash(q_THD):
+        left = None if window is None else window - 1
+        return flash_documents(q_THD, k_TKD, v_TKD, _offsets(tuple(cu), q_THD.device), longest, left)
+    outs = [_sdpa_document(q_THD[a:b], k_TKD[a:b], v_TKD[a:b], window) for a, b in pairwise(cu) if b > a]
+    return torch.cat(outs)
+
+
+def ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Indices ``start .. start + count - 1`` of every range, one behind the other: int64 ``[N]``.
+
+    Made on the device from one small copy: indices from the CPU would be as long as the tokens, and a copy of that size from
+    ordinary memory waits for all that the device has still to do.
+    """
+    count_D, start_D = torch.tensor(counts, dtype=torch.int64), torch.tensor(starts, dtype=torch.int64)
+    shift_D = start_D - (count_D.cumsum(0) - count_D)
+    count_D, shift_D = torch.stack([count_D, shift_D]).to(device, non_blocking=True)
+    total = sum(counts)
+    which_N = torch.repeat_interleave(count_D, output_size=total)
+    return shift_D.index_select(0, which_N) + torch.arange(total, device=device)
 
 
 def lagged_attention(
-    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu: list[int], lag: int
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cu: Sequence[int], lag: int
 ) -> torch.Tensor:
     """Query t of a document sees its keys 0 .. t - lag (Flash Noisy Training, LongSpec section 3.2), by slicing.
 
@@ -99,15 +149,11 @@ def lagged_attention(
     """
     if lag < 1:
         raise ValueError(f"lag = {lag}: a query's own key does not exist yet when it is drafted, use 1 or more")
-    rows, keys, lens = [], [], [0]
-    for a, b in zip(cu, cu[1:], strict=False):
-        kept = max(b - a - lag, 0)
-        rows.append(torch.arange(b - kept, b))
-        keys.append(torch.arange(a, a + kept))
-        if kept:
-            lens.append(lens[-1] + kept)
-    row_N, key_N = (torch.cat(x).to(q_THD.device) for x in (rows, keys))
+    kept = {a: b - a - lag for a, b in pairwise(cu) if b - a > lag}
     out_THD = torch.zeros_like(q_THD)
-    if not row_N.numel():
+    if not kept:
         return out_THD
-    return out_THD.index_copy(0, row_N, packed_causal_attention(q_THD[row_N], k_TKD[key_N], v_TKD[key_N], lens))
+    key_N = ranges(list(kept), list(kept.values()), q_THD.device)
+    row_N = key_N + lag
+    q, k, v = (x.index_select(0, n) for x, n in ((q_THD, row_N), (k_TKD, key_N), (v_TKD, key_N)))
+    return out_THD.index_copy(0, row_N, packed_causal_attention(q, k, v, [0, *accumulate(kept.values())]))

@@ -6,14 +6,14 @@ D head size. Document i is tokens ``cu[i] .. cu[i + 1]``.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from longdraft.kernels.packed_attention import BACKENDS, lagged_attention
+from longdraft.kernels.packed_attention import BACKENDS, lagged_attention, ranges
 
 ROWS = 256  # query rows that share one draw of blocks, so that a chunk is one call over at most budget + ROWS keys
 
@@ -82,18 +82,21 @@ def view_attention(
     documents = list(zip(pairwise(cu), views, strict=True))
     if all(view is None or b - a - lag <= view.budget for (a, b), view in documents):
         return lagged_attention(q_THD, k_TKD, v_TKD, cu, lag)
-    whole, lens, outs, at = [], [0], [], []
-    for (a, b), view in documents:
-        partial = b if view is None else min(b, a + view.budget + lag)  # the first row that reads a part
-        whole.append(torch.arange(a, partial))
-        lens.append(lens[-1] + partial - a)
-        if view is not None and partial < b:
-            outs += list(_partial_rows(q_THD[a:b], k_TKD[a:b], v_TKD[a:b], lag, view, rows))
-            at.append(torch.arange(partial, b))
-    row_T = torch.cat(whole).to(q_THD.device)
-    first = lagged_attention(q_THD[row_T], k_TKD[row_T], v_TKD[row_T], lens, lag)
-    every_T = torch.cat([row_T, torch.cat(at).to(q_THD.device)])
-    return torch.zeros_like(q_THD).index_copy(0, every_T, torch.cat([first, *outs]))
+    partial = [
+        b if view is None else min(b, a + view.budget + lag) for (a, b), view in documents
+    ]  # first row of a part
+    whole = [end - a for end, (a, _) in zip(partial, pairwise(cu), strict=True)]
+    rest = [b - end for end, (_, b) in zip(partial, pairwise(cu), strict=True)]
+    outs = [
+        part
+        for ((a, b), view), left in zip(documents, rest, strict=True)
+        if view is not None and left
+        for part in _partial_rows(q_THD[a:b], k_TKD[a:b], v_TKD[a:b], lag, view, rows)
+    ]
+    row_T, rest_T = ranges(cu[:-1], whole, q_THD.device), ranges(partial, rest, q_THD.device)
+    q, k, v = (x.index_select(0, row_T) for x in (q_THD, k_TKD, v_TKD))
+    first = lagged_attention(q, k, v, [0, *accumulate(whole)], lag)
+    return torch.zeros_like(q_THD).index_copy(0, torch.cat([row_T, rest_T]), torch.cat([first, *outs]))
 
 
 def _partial_rows(
