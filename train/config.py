@@ -41,13 +41,19 @@ class TargetSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 on a GPU, float32 on a CPU"
     )
-    attn: str = Field("sdpa", description="transformers' attention implementation")
+    attn: str = Field(
+        "auto",
+        description="auto: documents go through the target side by side, without padding; or one of transformers' attention "
+        "implementations, such as sdpa, over padded batches",
+    )
     liger: Annotated[Literal["auto", "on", "off"], OnOff] = Field(
         "auto",
         description="Liger's fused norm, rotation and SwiGLU in the target; auto: on a GPU, for families it knows",
     )
     trust_remote_code: bool = Field(False, description="run Python code that comes with the model")
-    max_batch_tokens: int = Field(65536, ge=1, description="padded tokens that go through the target at once")
+    max_batch_tokens: int = Field(
+        65536, ge=1, description="tokens that go through the target at once, padding included; or one document"
+    )
     shard: bool = Field(
         False, description="spread the weights over the ranks, for a target that one GPU cannot hold; ZeRO-3 only"
     )
@@ -298,7 +304,7 @@ class TrainSettings(Settings):
         if "flash" in self.target.attn and p.offset_share > 0 and (p.anchors == 0 or p.random_anchors):
             raise ValueError(
                 f"target.attn={self.target.attn} with offsets needs positions.anchors of 1 or more in every document "
-                "(random_anchors draws 0 too), or use sdpa"
+                "(random_anchors draws 0 too), or use auto"
             )
         self._refuse_other_archs()
         v, e = self.views, self.evaluation

@@ -1,6 +1,6 @@
 """A frozen target that one GPU cannot hold, spread over the ranks by ZeRO-3: each layer is gathered while it runs.
 
-All ranks run every forward pass together, so a rank with fewer batches goes through empty ones with the others.
+All ranks run every forward pass together, so a rank with fewer passes goes through empty ones with the others.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from longdraft.draft_models.target import TargetSpec
 from longdraft.train.config import TargetSettings
 from longdraft.train.engines.group import Group
 from longdraft.train.engines.zero_engine import start_library
-from longdraft.train.target import Capture, FrozenTarget, load_config, load_model, padded_batches, resolve_dtype
+from longdraft.train.target import PACKED, Capture, FrozenTarget, load_config, load_model, resolve_dtype
 from longdraft.train.tiny_random import PREFIX
 
 
@@ -30,8 +30,8 @@ def inference_config(dtype: torch.dtype) -> dict[str, Any]:
 class ShardedTarget(FrozenTarget):
     """Layers and embedding are spread; a whole copy of embedding and head stays on every rank, since the draft borrows them."""
 
-    def __init__(self, model: Any, name: str, max_batch_tokens: int, group: Group, library: Any) -> None:
-        super().__init__(model, name, max_batch_tokens)
+    def __init__(self, model: Any, name: str, max_batch_tokens: int, packed: bool, group: Group, library: Any) -> None:
+        super().__init__(model, name, max_batch_tokens, packed)
         self.group = group
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         self._embedding_VE = whole(library, embedding)
@@ -62,10 +62,10 @@ class ShardedTarget(FrozenTarget):
     ) -> Capture:
         """As :meth:`FrozenTarget.capture`; collective."""
         seen = super().capture(id_T, position_T, cu, hidden, aux, cache)
-        own = len(padded_batches(cu, self.max_batch_tokens))
+        own = self.passes(cu)
         for _ in range(max(self.group.gather(own)) - own):
             nothing_BL = id_T.new_zeros(1, 1)
-            self._padded(nothing_BL, nothing_BL, ())
+            self._run(nothing_BL, nothing_BL, ())
         return seen
 
 
@@ -93,4 +93,4 @@ def load_sharded(settings: TargetSettings, group: Group) -> ShardedTarget:
         spreading = HfDeepSpeedConfig(inference_config(dtype))  # while it lives, from_pretrained spreads what it reads
         model = load_model(settings, dtype)
         del spreading
-    return ShardedTarget(model, settings.path, settings.max_batch_tokens, group, library)
+    return ShardedTarget(model, settings.path, settings.max_batch_tokens, settings.attn == PACKED, group, library)

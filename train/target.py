@@ -1,11 +1,11 @@
 """The frozen target: one forward pass a sample that keeps what the draft reads, such as the last layer's cache, and nothing else.
 
-Legend: B documents of a padded batch, L padded length, T packed tokens, E hidden size, A three times E, K key/value heads,
+Legend: B rows of a pass, documents padded to length L or a single one of L packed tokens, T packed tokens, E hidden size, A three times E, K key/value heads,
 D head size.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,10 +20,13 @@ from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
 from longdraft.train.config import TargetSettings, shipped
 from longdraft.train.fused_layers import fuse, wants_fusion
+from longdraft.train.packed_target import can_pack, packed_attention, spans
 from longdraft.train.tiny_random import PREFIX, byte_tokenizer, tiny_config, tiny_random_model
 
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a weight file: reading all of a large target's would take minutes
+PACKED = "auto"  # of target.attn: ours for packed documents, and SDPA wherever else the model runs
 PADDING_WASTE = 1.25  # documents share a padded batch while it stays within this factor of its real tokens
+Parts = Iterator[tuple[int, int, dict[str, torch.Tensor]]]  # begin and end among the packed tokens, and their features
 
 
 class _PassLayer(CacheLayerMixin):
@@ -105,10 +108,15 @@ class Capture:
 
 
 class FrozenTarget:
-    """A transformers causal language model in evaluation mode without gradients."""
+    """A transformers causal language model in evaluation mode without gradients.
 
-    def __init__(self, model: Any, name: str, max_batch_tokens: int = 65536) -> None:
+    ``packed``: documents go through it side by side without padding (:mod:`longdraft.train.packed_target`) where its code is
+    transformers' own; otherwise, in padded batches, under the attention that it was loaded with.
+    """
+
+    def __init__(self, model: Any, name: str, max_batch_tokens: int = 65536, packed: bool = True) -> None:
         self.model = model.eval().requires_grad_(False)
+        self.packed = packed and can_pack(self.model)
         self.name = name
         self.spec = TargetSpec.from_config(model.config)
         self.max_batch_tokens = max_batch_tokens
@@ -147,39 +155,62 @@ class FrozenTarget:
             aux: layers whose outputs to return too, ascending, as :mod:`longdraft.draft_models.eagle3_config` counts them.
             cache: return the last layer's keys and values.
         """
-        spec = self.spec
-        shapes: dict[str, tuple[int, ...]] = {}
-        if cache:
-            shapes = dict.fromkeys(("k", "v"), (spec.num_kv_heads, spec.head_dim))
-        if hidden:
-            shapes["hidden"] = (spec.hidden_size,)
-        if aux:
-            shapes["aux"] = (len(aux) * spec.hidden_size,)
-        out = {
-            name: torch.empty(len(id_T), *shape, dtype=self.model.dtype, device=id_T.device)
-            for name, shape in shapes.items()
-        }
+        names = [*(("k", "v") if cache else ()), *(("hidden",) if hidden else ()), *(("aux",) if aux else ())]
+        parts = self._packed(id_T, position_T, cu, aux) if self.packed else self._padded(id_T, position_T, cu, aux)
+        out: dict[str, torch.Tensor] = {}
+        for begin, end, seen in parts:
+            if end - begin == len(id_T):
+                return Capture({name: seen[name].contiguous() for name in names})
+            for name in names:
+                if name not in out:
+                    out[name] = seen[name].new_empty(len(id_T), *seen[name].shape[1:])
+                out[name][begin:end] = seen[name]
+        return Capture(out or self._nothing(id_T, names, len(aux)))
+
+    def _packed(self, id_T: torch.Tensor, position_T: torch.Tensor, cu: Sequence[int], aux: Sequence[int]) -> Parts:
+        """Documents side by side, as many at once as ``max_batch_tokens`` holds."""
+        for span in spans(cu, self.max_batch_tokens):
+            a, b = span[0], span[-1]
+            with packed_attention(self.model):
+                seen = self._run(
+                    id_T[None, a:b], position_T[None, a:b], aux, document_offsets=[end - a for end in span]
+                )
+            yield a, b, {name: rows[0] for name, rows in seen.items()}
+
+    def _padded(self, id_T: torch.Tensor, position_T: torch.Tensor, cu: Sequence[int], aux: Sequence[int]) -> Parts:
+        """Padding lies to the right, where causal attention never looks: no mask."""
         for batch in padded_batches(cu, self.max_batch_tokens):
             longest = max(b - a for a, b in batch)
             id_BL, position_BL = (id_T.new_zeros(len(batch), longest) for _ in range(2))
             for row, (a, b) in enumerate(batch):
                 id_BL[row, : b - a], position_BL[row, : b - a] = id_T[a:b], position_T[a:b]
-            seen = self._padded(id_BL, position_BL, aux)
+            seen = self._run(id_BL, position_BL, aux)
             for row, (a, b) in enumerate(batch):
-                for name, rows in out.items():
-                    rows[a:b] = seen[name][row, : b - a]
-        return Capture(out)
+                yield a, b, {name: rows[row, : b - a] for name, rows in seen.items()}
 
-    def _padded(self, id_BL: torch.Tensor, position_BL: torch.Tensor, aux: Sequence[int]) -> dict[str, torch.Tensor]:
-        """All features ``[B, L, ...]`` of a batch. Padding lies to the right, where causal attention never looks: no mask."""
+    def passes(self, cu: Sequence[int]) -> int:
+        """Forward passes that :meth:`capture` makes of these documents."""
+        return len((spans if self.packed else padded_batches)(cu, self.max_batch_tokens))
+
+    def _run(
+        self, id_BL: torch.Tensor, position_BL: torch.Tensor, aux: Sequence[int], **given: Any
+    ) -> dict[str, torch.Tensor]:
+        """All features ``[B, L, ...]`` of one pass."""
         cache = LastLayerCache(self.spec.num_layers)
         with aux_features(self.model, aux) as features:
             out = self.model.base_model(
-                input_ids=id_BL, position_ids=position_BL, past_key_values=cache, use_cache=True
+                input_ids=id_BL, position_ids=position_BL, past_key_values=cache, use_cache=True, **given
             )
         keys, values = cache.last()
         seen = {"k": keys.transpose(1, 2), "v": values.transpose(1, 2), "hidden": out.last_hidden_state}
         return seen | ({"aux": features.take()} if aux else {})
+
+    def _nothing(self, id_T: torch.Tensor, names: Sequence[str], aux: int) -> dict[str, torch.Tensor]:
+        """Features of no tokens."""
+        spec = self.spec
+        kv = (spec.num_kv_heads, spec.head_dim)
+        shapes = {"k": kv, "v": kv, "hidden": (spec.hidden_size,), "aux": (aux * spec.hidden_size,)}
+        return {name: torch.empty(0, *shapes[name], dtype=self.model.dtype, device=id_T.device) for name in names}
 
 
 def padded_batches(cu: Sequence[int], max_tokens: int) -> list[list[tuple[int, int]]]:
@@ -237,23 +268,24 @@ def load_target(settings: TargetSettings, device: torch.device) -> FrozenTarget:
     model = load_model(settings, resolve_dtype(settings.dtype, device))
     if wants_fusion(settings.liger, model, device):
         fuse(model)
-    return FrozenTarget(model.to(device), settings.path, settings.max_batch_tokens)
+    return FrozenTarget(model.to(device), settings.path, settings.max_batch_tokens, settings.attn == PACKED)
 
 
 def load_model(settings: TargetSettings, dtype: torch.dtype) -> Any:
     """The transformers model in a dtype, on the device that transformers chooses; raises as :func:`load_target`."""
+    attn = "sdpa" if settings.attn == PACKED else settings.attn
     if settings.path.startswith(PREFIX):
         model: Any = tiny_random_model(settings.path.removeprefix(PREFIX))
         for weight in model.parameters():  # not model.to(dtype): the rotary frequencies stay float32
             weight.data = weight.data.to(dtype)
-        model.set_attn_implementation(settings.attn)
+        model.set_attn_implementation(attn)
     else:
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 settings.path,
                 revision=settings.revision,
                 dtype=dtype,
-                attn_implementation=settings.attn,
+                attn_implementation=attn,
                 trust_remote_code=settings.trust_remote_code,
             )
         except (OSError, ValueError, ImportError) as error:

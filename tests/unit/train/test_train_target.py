@@ -40,12 +40,14 @@ def test_capture_is_the_last_layer_of_a_full_cache(family: str) -> None:
     torch.testing.assert_close(hidden @ target.head_VE.t(), out.logits[0])
 
 
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("attn", ["packed", "sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_anchors_stay_visible_behind_an_offset(family: str, attn: str) -> None:
     """transformers reads a position jump as a new document unless a cache is passed; then token 0 would change nothing."""
-    target = tiny_target(family)
-    target.model.set_attn_implementation(attn)
+    model = tiny_target(family).model
+    if attn != "packed":
+        model.set_attn_implementation(attn)
+    target = FrozenTarget(model, family, packed=attn == "packed")
     ids, position = ids_of(12), torch.tensor([0, 1, *range(7, 17)])
     changed = ids.clone()
     changed[0] = (changed[0] + 1) % 256
