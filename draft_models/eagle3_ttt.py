@@ -91,7 +91,7 @@ def forward_ttt(
     hidden_TE = run(draft.fuse, aux_TA)
     # The last row of a document has no next token; no other row sees what it makes of the one that stands there.
     k_TKD, v_TKD = run(shared, hidden_TE, id_T.roll(-1), position_T)
-    hidden_NE, own_k, own_v = hidden_TE[row_N], list[torch.Tensor](), list[torch.Tensor]()
+    hidden_NE, own_k, own_v = hidden_TE.index_select(0, row_N), list[torch.Tensor](), list[torch.Tensor]()
     for step in range(steps):
         token_N, at_N = row_N + 1 + step, position_T[row_N] + step
         ids = id_T[token_N.minimum(last_N)]

@@ -9,6 +9,7 @@ Legend: T packed tokens, N chains, K steps.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -23,11 +24,17 @@ class Chains:
     valid_KN: torch.Tensor
     teacher_KN: torch.Tensor
 
+    def supervised(self) -> list[torch.Tensor]:
+        """Of every step the chains that it supervises: int64 indices of N, ascending."""
+        counts: list[int] = self.valid_KN.sum(1).tolist()
+        return list(self.valid_KN.nonzero()[:, 1].split(counts))
+
 
 def document_ends(cu: Sequence[int], device: torch.device) -> torch.Tensor:
     """``[T]`` offset behind each token's document."""
-    lengths = torch.tensor([b - a for a, b in zip(cu, cu[1:], strict=False)], device=device)
-    return torch.repeat_interleave(torch.tensor(cu[1:], device=device), lengths)
+    lengths = [b - a for a, b in pairwise(cu)]
+    length_D, end_D = torch.tensor([lengths, cu[1:]], dtype=torch.int64).to(device, non_blocking=True)
+    return torch.repeat_interleave(end_D, length_D, output_size=sum(lengths))
 
 
 def supervised_chains(label_T: torch.Tensor, cu: Sequence[int], steps: int) -> Chains:

@@ -92,11 +92,13 @@ def longspec_loss(
         return SummedLoss(*linear_cross_entropy(hidden_TE, head_NE, draft.ranked_label(batch.label_T), settings.chunk))
     assert seen.hidden_TE is not None
     row_N = (batch.label_T != IGNORED).nonzero().flatten()
-    teacher_NE = seen.hidden_TE[row_N].to(hidden_TE.dtype)
+    # No row comes twice, so the backward pass need not sort them, as it would behind an index in brackets.
+    hidden_NE, teacher_NE = (x.index_select(0, row_N) for x in (hidden_TE, seen.hidden_TE))
+    teacher_NE = teacher_NE.to(hidden_NE.dtype)
     if settings.name == "kl":
-        return SummedLoss(*linear_distillation(hidden_TE[row_N], teacher_NE, head_NE, settings.chunk))
+        return SummedLoss(*linear_distillation(hidden_NE, teacher_NE, head_NE, settings.chunk))
     choice_N = greedy_choice(teacher_NE, head_NE, settings.chunk)
-    return SummedLoss(*linear_cross_entropy(hidden_TE[row_N], head_NE, choice_N, settings.chunk))
+    return SummedLoss(*linear_cross_entropy(hidden_NE, head_NE, choice_N, settings.chunk))
 
 
 @torch.no_grad()

@@ -60,7 +60,7 @@ class Eagle3Method(Method):
         steps = forward_ttt(
             self.draft, seen.aux_TA, batch.id_T, position_T, batch.cu, chains.row_N, ttt.steps, ttt.recompute
         )
-        normed = [out.normed_NE[valid_N] for out, valid_N in zip(steps, chains.valid_KN, strict=True)]
+        normed = [out.normed_NE.index_select(0, n) for out, n in zip(steps, chains.supervised(), strict=True)]
         return self._loss(torch.cat(normed), chains, seen.hidden_TE)
 
     def _no_loss(self) -> torch.Tensor:
@@ -86,10 +86,9 @@ class Eagle3Method(Method):
             weight_M,
             self.settings.objective.chunk,
         )
-        hit_M = ids_N[choice_M] == chosen_M
-        return StepLoss(
-            loss, torch.bincount(step_M[hit_M], minlength=ttt.steps), torch.bincount(step_M, minlength=ttt.steps)
-        )
+        hit_M = (ids_N[choice_M] == chosen_M).to(torch.int64)
+        hits_K = hit_M.new_zeros(ttt.steps).index_add_(0, step_M, hit_M)
+        return StepLoss(loss, hits_K, chains.valid_KN.sum(1))
 
     def _choices(self, teacher_M: torch.Tensor, hidden_TE: torch.Tensor, head_VE: torch.Tensor) -> torch.Tensor:
         """The target's own choice behind each teacher row, int64 target ids; each row of the target is asked once."""

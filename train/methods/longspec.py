@@ -4,6 +4,7 @@ import torch
 
 from longdraft.draft_models.config import TrainingFacts
 from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.kernels.linear_cross_entropy import IGNORED
 from longdraft.train.config import TrainSettings
 from longdraft.train.methods.base import Method, StepLoss
 from longdraft.train.objective import longspec_loss
@@ -31,7 +32,8 @@ class LongSpecMethod(Method):
         lag = self.lag(step)
         summed = longspec_loss(self.draft, self.target, batch, lag, self.settings.objective)
         hits_K, rows_K = (torch.zeros(self.depths, dtype=torch.int64, device=summed.loss.device) for _ in range(2))
-        hits_K[lag - 1], rows_K[lag - 1] = summed.correct, batch.supervised
+        # Counted on the device: a number in Python would wait for the whole forward pass.
+        hits_K[lag - 1], rows_K[lag - 1] = summed.correct, (batch.label_T != IGNORED).sum()
         return StepLoss(summed.loss, hits_K, rows_K)
 
     def figures(self, step: int) -> dict[str, float]:
