@@ -130,6 +130,7 @@ def test_a_longspec_step_at_smollm2s_shape(count: int, tmp_path: Path, monkeypat
     target = load_target(TargetSettings(path=str(folder)), torch.device("cuda"))
     assert target.packed
     batch = documents(step_lengths(count), 49152)
+    torch.cuda.reset_peak_memory_stats()
     packed = tokens_a_second(target, batch)
     peak = torch.cuda.max_memory_allocated() / 2**30
     padded = FrozenTarget(target.model, target.name, packed=False)
