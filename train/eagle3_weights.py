@@ -73,7 +73,8 @@ def fit_first_step(
     rows = fit_eagle3(draft, batches) if group.rank == 0 else 0
     attn, mlp = draft.midlayer.self_attn, draft.midlayer.mlp
     fitted = draft.fc, attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.down_proj
-    share_first(group, [module.weight for module in fitted])
+    norms = [] if draft.fc_norm is None else [*draft.fc_norm.parameters()]
+    share_first(group, [*norms, *(module.weight for module in fitted)])
     return int(group.totals(rows)[0])
 
 

@@ -79,6 +79,16 @@ def test_a_linear_rule_is_found_and_holds_on_other_text(settings: dict[str, Any]
     assert error < 0.35, f"relative error {error:.2f}"  # small heads tell tokens apart a little
 
 
+def test_normed_features_come_to_one_scale() -> None:
+    """A feature that is always large, as targets have, moves as much as any other when its weights do."""
+    draft = tiny_eagle3(TARGET, fc_norm=True)
+    text, _ = rule(draft, 8, 2)
+    fit_eagle3(draft, lambda: [text])
+    with torch.no_grad():
+        size = draft.features(text.aux_TA[text.row_N]).square().mean(0)
+    torch.testing.assert_close(size, torch.ones_like(size), rtol=1e-3, atol=1e-3)
+
+
 def test_a_row_reads_itself_and_no_other_token() -> None:
     """Another token far before a row moves its output by little, its own token by much."""
     draft = tiny_eagle3(TARGET)
