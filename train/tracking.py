@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import os
 import re
 import sys
 import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from longdraft.errors import UserError
 from longdraft.train.config import TrainSettings
 from longdraft.train.wandb_log import WandbRun, best_taus, evaluation_metrics, step_metrics
 
@@ -33,7 +35,16 @@ class JsonLines:
         self.path, self._cut = path, False
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_rows(path) if row["step"] <= resumed_step] if resumed_step else []
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        work = path.with_name(f".{path.name}.{os.getpid()}")  # beside it: a full disk must not cost the log so far
+        try:
+            work.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            work.replace(path)
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be written ({error.strerror}): make room, or choose another run.output_dir"
+            ) from None
+        finally:
+            work.unlink(missing_ok=True)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row. On a full disk it is lost and the run goes on: whether it may is for the next checkpoint to say."""
@@ -46,13 +57,15 @@ class JsonLines:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a log; a last line that a killed run left half-written is skipped."""
+    """Rows of a log that have a step; a last line that a killed run left half-written, or a damaged one, is skipped."""
     rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_text(errors="replace").split("\n") if path.is_file() else []:
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(row)
     return rows
 
 

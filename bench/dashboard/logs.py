@@ -1,5 +1,6 @@
 """What a run's folder says: its two logs and how it was started."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from longdraft.bench.dashboard.panels import Series
 from longdraft.errors import UserError
 from longdraft.train.tracking import EVALUATIONS, METRICS, read_rows
 
+TAUS = ("tau", "tau_without_bonus")
 Points = list[tuple[int, float]]
 
 
@@ -30,7 +32,8 @@ class RunLog:
             value: Any = row
             for key in series.path[:-1] if series.deep else series.path:
                 value = value.get(key) if isinstance(value, dict) else None
-            for depth, number in enumerate(value or [], 1) if series.deep else [(0, value)]:
+            deep = enumerate(value if isinstance(value, list) else [], 1)
+            for depth, number in deep if series.deep else [(0, value)]:
                 if isinstance(number, int | float):
                     by_depth.setdefault(depth, []).append((row["step"], float(number)))
         return {f"{series.label} {d}" if d else series.label: points for d, points in sorted(by_depth.items())}
@@ -42,14 +45,44 @@ def read_run(folder: Path, name: str) -> RunLog:
     Raises:
         UserError: no such folder, or one without a logged step.
     """
-    metrics, evaluations = (
-        [row for row in read_rows(folder / file) if isinstance(row, dict) and keys <= row.keys()]
-        for file, keys in ((METRICS, {"step"}), (EVALUATIONS, {"step", "buckets"}))
-    )
+    metrics = [_figures(row) for row in read_rows(folder / METRICS) if _is_number(row["step"])]
+    evaluations = [
+        {"step": row["step"], "buckets": buckets}
+        for row in read_rows(folder / EVALUATIONS)
+        if _is_number(row["step"]) and (buckets := _buckets(row.get("buckets")))
+    ]
     if not metrics and not evaluations:
         what = "holds no logged steps" if folder.is_dir() else "does not exist"
         raise UserError(f"run folder {str(folder)!r} {what}: give the folder of a run, which has {METRICS}")
     return RunLog(name, metrics, evaluations, _starts(folder))
+
+
+def _is_number(value: Any) -> bool:
+    """What a figure may be: integers that a float could not hold are damage."""
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 63)
+
+
+def _figures(row: dict[str, Any]) -> dict[str, Any]:
+    """A row's numbers, and lists of numbers: whatever else a damaged or foreign log holds is left out."""
+    return {
+        key: value
+        for key, value in row.items()
+        if _is_number(value) or (isinstance(value, list) and all(v is None or _is_number(v) for v in value))
+    }
+
+
+def _buckets(found: Any) -> dict[str, Any]:
+    """The buckets of an evaluation that say all that is shown of one; τ is None where every output loops."""
+    buckets = {}
+    for name, values in found.items() if isinstance(found, dict) else ():
+        taus = {key: values.get(key) for key in TAUS} if isinstance(values, dict) else {"": ""}
+        if not all(tau is None or _is_number(tau) for tau in taus.values()):
+            continue
+        figures = _figures(values)
+        figures = {key: value for key, value in figures.items() if isinstance(value, list) == (key == "reached_depth")}
+        if "prompts" in figures and None not in figures.get("reached_depth", []):
+            buckets[name] = taus | figures
+    return buckets
 
 
 def _starts(folder: Path) -> list[dict[str, Any]]:
@@ -57,8 +90,14 @@ def _starts(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in [folder / "run.yaml", *resumed]:
         try:
-            record = yaml.safe_load(path.read_text())
-        except (OSError, ValueError, yaml.YAMLError):  # a report of what is there is better than none
+            record = json.loads(json.dumps(yaml.safe_load(path.read_text()), default=str))  # dates and the like as text
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            RecursionError,
+            yaml.YAMLError,
+        ):  # a report of the rest is better than none
             continue
         if isinstance(record, dict):
             found.append(record)
