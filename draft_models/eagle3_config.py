@@ -26,21 +26,42 @@ class RopeSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
-    rope_theta: float | None = Field(None, gt=0, description="base of the frequencies; None: the target's")
-    factor: float | None = Field(None, ge=1, description="how many times the original length is stretched")
+    rope_theta: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="base of the frequencies; None: the target's"
+    )
+    factor: float | None = Field(
+        None, ge=1, allow_inf_nan=False, description="how many times the original length is stretched"
+    )
     original_max_position_embeddings: int | None = Field(
         None, ge=1, description="length that the unscaled rotation covers"
     )
-    low_freq_factor: float = Field(1.0, description="llama3: wavelengths longer than original / this are stretched")
-    high_freq_factor: float = Field(4.0, description="llama3: wavelengths shorter than original / this are kept")
-    beta_fast: float = Field(32.0, description="yarn: rotations over the original length above which nothing changes")
-    beta_slow: float = Field(1.0, description="yarn: rotations below which everything is stretched")
-    attention_factor: float | None = Field(None, gt=0, description="yarn: scale of cosine and sine; None: from factor")
+    low_freq_factor: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="llama3: wavelengths longer than original / this are stretched"
+    )
+    high_freq_factor: float = Field(
+        4.0, gt=0, allow_inf_nan=False, description="llama3: wavelengths shorter than original / this are kept"
+    )
+    beta_fast: float = Field(
+        32.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="yarn: rotations over the original length above which nothing changes",
+    )
+    beta_slow: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="yarn: rotations below which everything is stretched"
+    )
+    attention_factor: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="yarn: scale of cosine and sine; None: from factor"
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> "RopeSettings":
         if self.rope_type != "default" and self.factor is None:
             raise ValueError(f"rope_type={self.rope_type!r} needs factor")
+        if self.rope_type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(f"low_freq_factor={self.low_freq_factor:g} must be below high_freq_factor")
+        if self.rope_type == "yarn" and self.beta_slow > self.beta_fast:
+            raise ValueError(f"beta_slow={self.beta_slow:g} must not be above beta_fast={self.beta_fast:g}")
         if self.rope_type in ("llama3", "yarn") and self.original_max_position_embeddings is None:
             raise ValueError(f"rope_type={self.rope_type!r} needs original_max_position_embeddings")
         return self
@@ -86,7 +107,7 @@ class Eagle3Settings(BaseModel):
     num_heads: int | None = Field(None, ge=1, description="query heads")
     num_kv_heads: int | None = Field(None, ge=1, description="key and value heads")
     head_dim: int | None = Field(None, ge=1, description="size of a head")
-    rms_norm_eps: float | None = Field(None, gt=0, description="epsilon of the norms")
+    rms_norm_eps: float | None = Field(None, gt=0, allow_inf_nan=False, description="epsilon of the norms")
 
     @model_validator(mode="after")
     def _sinks_need_a_window(self) -> "Eagle3Settings":
@@ -148,6 +169,8 @@ class Eagle3Config:
             raise UserError(
                 f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}: each key head serves as many query heads"
             )
+        if self.head_dim % 2:
+            raise UserError(f"head_dim={self.head_dim} is odd: the rotation turns pairs, give an even number")
         if target.hidden_size % self.num_heads:
             raise UserError(
                 f"num_heads={self.num_heads} does not divide hidden_size={target.hidden_size}: SGLang reads the draft with "

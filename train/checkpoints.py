@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from longdraft.draft_models.checkpoint import read_weights, save_draft
+from longdraft.draft_models.checkpoint import CheckpointError, read_weights, save_draft
 from longdraft.draft_models.config import TrainingFacts
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.errors import UserError
@@ -27,7 +28,7 @@ class SaveFailed(RuntimeError):
     """A checkpoint that could not be written; the message names the folder, the space and the last good checkpoint."""
 
 
-STATE, PROGRESS, LATEST = "state.safetensors", "progress.json", "latest"
+STATE, PROGRESS, LATEST, RNG = "state.safetensors", "progress.json", "latest", "rng.torch"
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Checkpoints:
         """
         name = f"step-{progress.step:08d}"
         work, final = self.folder / f".{name}.{os.getpid()}", self.folder / name
-        rng = {"rng.torch": torch.get_rng_state()}
+        rng = {RNG: torch.get_rng_state()}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.clean()
@@ -131,16 +132,31 @@ class Checkpoints:
             UserError: a damaged file, with the remedy.
         """
         try:
-            return Progress(**json.loads((path / PROGRESS).read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            found = TypeAdapter(Progress).validate_json((path / PROGRESS).read_bytes(), strict=True)
+            counts = (found.step, found.tokens, found.supervised, *found.cursors)
+            if not found.cursors or min(counts) < 0 or max(counts) >= 1 << 62:
+                raise ValueError("counts that no run has")
+            return found
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
             raise UserError(
-                f"{path / PROGRESS} is damaged ({error}): remove {path} to resume from the one before"
+                f"{path / PROGRESS} is damaged ({reason}): remove {path} to resume from the one before"
             ) from None
 
     @staticmethod
     def read(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
-        """The resume state of a checkpoint; raises as :meth:`progress` does."""
-        return read_weights(path / STATE), Checkpoints.progress(path)
+        """The resume state of a checkpoint; raises as :meth:`progress` does, weights that are not finite included."""
+        try:
+            state = read_weights(path / STATE)
+            own = state.get(RNG)
+            if own is None or (own.dtype, own.shape) != (torch.uint8, torch.get_rng_state().shape):
+                raise UserError(f"{path / STATE} is damaged ({RNG} is missing or of another size)")
+            if bad := [name for name, x in state.items() if not bool(torch.isfinite(x).all())]:
+                raise UserError(f"{path / STATE} is damaged ({bad[0]} is not finite)")
+        except UserError as error:
+            told = str(error).rpartition(": ")[0] if isinstance(error, CheckpointError) else error
+            raise UserError(f"{told}: remove {path} to resume from the one before") from None
+        return state, Checkpoints.progress(path)
 
 
 def existing(folder: Path) -> Path:
@@ -185,10 +201,9 @@ def lock_folder(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / ".lock").open("a")
-    except OSError as error:
-        raise UserError(
-            f"{kind} {str(folder)!r} cannot be written ({error.strerror}): choose another {place}"
-        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{kind} {str(folder)!r} cannot be written ({reason}): choose another {place}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -11,6 +11,8 @@ from longdraft.draft_models.eagle3_config import Eagle3Settings
 from longdraft.errors import UserError
 from longdraft.schema import OnOff, Settings
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
 
 class RunSettings(Settings):
     name: str = Field("longspec", min_length=1, description="folder of the run under output_dir")
@@ -204,9 +206,9 @@ class OptimSettings(Settings):
         "adamw", description="muon: orthogonalised momentum for matrices, AdamW for the rest; learns more a token"
     )
     lr: float = Field(5e-4, gt=0, allow_inf_nan=False, description="largest learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's decay of its two moments")
-    eps: float = Field(1e-6, gt=0, description="AdamW's")
-    weight_decay: float = Field(0.1, ge=0, description="of matrices; vectors have none")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="AdamW's decay of its two moments")
+    eps: float = Field(1e-6, gt=0, allow_inf_nan=False, description="AdamW's")
+    weight_decay: float = Field(0.1, ge=0, allow_inf_nan=False, description="of matrices; vectors have none")
     warmup_ratio: float = Field(0.1, ge=0, le=1, description="share of the steps in which the rate rises to lr")
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="of the rate behind the warm-up")
     min_ratio: float = Field(0.0, ge=0, le=1, description="last learning rate as a share of lr")

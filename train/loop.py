@@ -14,7 +14,15 @@ import torch
 
 from longdraft.draft_models.config import TrainingFacts
 from longdraft.errors import UserError
-from longdraft.train.checkpoints import Checkpoints, Progress, SaveFailed, check_room, check_trajectory, lock_folder
+from longdraft.train.checkpoints import (
+    RNG,
+    Checkpoints,
+    Progress,
+    SaveFailed,
+    check_room,
+    check_trajectory,
+    lock_folder,
+)
 from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Corpus
 from longdraft.train.engine import Engine, Group, StopSignal, build_engine
@@ -37,6 +45,13 @@ Window = Future[tuple[list[Packed], int]]
 
 class Diverged(RuntimeError):
     """A loss or gradient that is not finite; the message names the step, the samples and the last good checkpoint."""
+
+
+class DataFailed(Exception):
+    """A record that cannot be used, met in the middle of a run."""
+
+    def __init__(self, reason: UserError) -> None:
+        self.reason = reason
 
 
 class Run:
@@ -68,7 +83,7 @@ class Run:
             check_room(settings.folder, self.draft_parameters * BYTES_A_PARAMETER[settings.optim.name])
         self.engine: Engine = build_engine(self.method, settings, group)
         if found:
-            torch.set_rng_state(state.pop("rng.torch"))
+            torch.set_rng_state(state.pop(RNG))
             self.engine.load_state(state)
         self.stream = SampleStream(self.corpus, settings, limit, group.rank, group.world)
         self.cursor = resumed_cursor(self.progress.cursors, group.rank, group.world)
@@ -88,7 +103,9 @@ class Run:
         prompts = cut_prompts(corpus, s.evaluation, self.target.spec.max_position)
         if not prompts:
             raise UserError(
-                "data.eval gives no prompt: its documents are shorter than evaluation.lengths, or than 16 tokens"
+                f"data.eval gives no prompt: its documents are shorter than evaluation.lengths={s.evaluation.lengths} or than "
+                f"16 tokens, or with evaluation.new_tokens={s.evaluation.new_tokens} pass the target's "
+                f"{self.target.spec.max_position} positions"
             )
         return prompts
 
@@ -130,7 +147,11 @@ class Run:
                     if reason := self._agreed_stop(stop, began):
                         self.tracker.say(f"{reason}: saving and stopping at step {self.progress.step}")
                         break
-                    ahead = self._step(ahead, pool, meter)
+                    try:
+                        ahead = self._step(ahead, pool, meter)
+                    except DataFailed as error:
+                        self._save()  # what is trained so far stays
+                        raise error.reason from None
                     self._after_step(meter)
             self._save()
             if self.progress.step >= total:
@@ -153,15 +174,21 @@ class Run:
         """One global step; returns the next step's data, which loads meanwhile."""
         s, step = self.settings, self.progress.step + 1
         meter.start()
-        micros, self.cursor = ahead.result()
+        micros, after, failure = self._data(ahead)
         meter.got_data()
-        following = pool.submit(self.stream.window, self.cursor)
-        supervised, tokens, divisor, flops = self.group.totals(
+        failed, supervised, tokens, divisor, flops = self.group.totals(
+            failure is not None,
             sum(m.supervised for m in micros),
             sum(len(m.id_T) for m in micros),
             sum(self.method.denominator(m) for m in micros),
             sum(micro_batch_flops(self.target.spec, s, m) for m in micros),
         )
+        if failed:  # all ranks stop together, the one that met the record says why
+            raise DataFailed(
+                failure or UserError("another rank could not read a record of data.train: see its message")
+            )
+        self.cursor = after
+        following = pool.submit(self.stream.window, self.cursor)
         losses, depths = [], self.method.depths
         counts_2K = torch.zeros(2, depths, dtype=torch.int64, device=self.group.device)
         for micro in micros:
@@ -180,6 +207,14 @@ class Run:
         newest = {"lr": rate, "grad_norm": norm, "memory_gib": memory, **self.method.figures(step)}
         meter.finish(loss, counts[:depths], counts[depths:], supervised, tokens, flops, **newest)
         return following
+
+    @staticmethod
+    def _data(ahead: Window) -> tuple[list[Packed], int, UserError | None]:
+        """A step's data, or why there is none: records are rendered as they come, so a bad one may come late."""
+        try:
+            return *ahead.result(), None
+        except UserError as error:
+            return [], -1, error
 
     def _count(self, step: int, micros: list[Packed], tokens: int, supervised: int) -> None:
         p = self.progress

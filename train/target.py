@@ -278,7 +278,10 @@ def load_model(settings: TargetSettings, dtype: torch.dtype) -> Any:
         model: Any = tiny_random_model(settings.path.removeprefix(PREFIX))
         for weight in model.parameters():  # not model.to(dtype): the rotary frequencies stay float32
             weight.data = weight.data.to(dtype)
-        model.set_attn_implementation(attn)
+        try:
+            model.set_attn_implementation(attn)
+        except (ValueError, ImportError) as error:
+            raise _unreadable(settings, error) from None
     else:
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -324,6 +327,8 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _unreadable(settings: TargetSettings, error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:200]
+    if "attn_implementation" in reason or "FlashAttention" in reason:
+        return UserError(f"target.attn={settings.attn!r} is not to be had here ({reason}): use sdpa or eager")
     return UserError(
         f"target.path={settings.path!r} cannot be loaded ({reason}): give a model folder or a Hugging Face name"
     )

@@ -4,6 +4,7 @@ Smoke recipes and tests run the whole pipeline on it. Its text is noise; its sha
 query/key norms as the family has them, tied or separate heads).
 """
 
+import re
 from typing import Any
 
 import torch
@@ -50,9 +51,10 @@ def tiny_config(family: str, **changes: Any) -> PretrainedConfig:
     """
     family, _, layers = family.partition(":")
     classes = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-    if family not in classes or not (layers or "2").isdecimal():
+    if family not in classes or not re.fullmatch(r"[1-9]\d?", layers or "2", re.ASCII):
         raise UserError(
-            f"target.path='{PREFIX}{family}{layers and ':' + layers}' is not a tiny target: use one of {', '.join(PREFIX + f for f in classes)}"
+            f"target.path='{PREFIX}{family}{layers and ':' + layers}' is not a tiny target: use one of "
+            f"{', '.join(PREFIX + f for f in classes)}, and for another depth :1 to :99 behind it"
         )
     fields: dict[str, Any] = {
         "hidden_size": 64,

@@ -72,7 +72,8 @@ def count_tokens(documents: Iterable[Document], vocab_size: int, all_rows: bool 
     """
     counted = TokenCount(vocab_size)
     for document in documents:
-        counted.add(torch.tensor(document.ids), None if all_rows else torch.tensor(document.supervised))
+        ids = torch.tensor(document.ids, dtype=torch.int64)  # said, since an empty document has no type of its own
+        counted.add(ids, None if all_rows else torch.tensor(document.supervised, dtype=torch.bool))
     return counted
 
 

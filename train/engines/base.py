@@ -1,6 +1,7 @@
 """What the training loop asks of an engine: who holds the weights, reduces gradients and steps the optimizer."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -72,7 +73,19 @@ def saved_master(state: Tensors, name: str, shape: torch.Size) -> torch.Tensor:
     return saved
 
 
-def saved_moments(state: Tensors, name: str) -> Tensors:
-    """A weight's optimizer tensors from :meth:`Engine.state`, by the optimizer's own names."""
-    prefix = f"optimizer.{name}."
-    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+def saved_moments(state: Tensors, name: str, shape: torch.Size, keys: Sequence[str]) -> Tensors:
+    """A weight's optimizer tensors from :meth:`Engine.state`, by the optimizer's own names.
+
+    Raises:
+        UserError: one is missing (the run would go on as if it began) or is of another shape.
+    """
+    found = {}
+    for key in keys:
+        saved, want = state.get(f"optimizer.{name}.{key}"), torch.Size() if key == "step" else shape
+        if saved is None or saved.shape != want:
+            is_there = "missing" if saved is None else tuple(saved.shape)
+            raise UserError(
+                f"resume state has optimizer.{name}.{key} {is_there}, the draft needs {tuple(want)}: start another run.name"
+            )
+        found[key] = saved
+    return found

@@ -11,6 +11,8 @@ from longdraft.train.engines.optimizers import build_optimizers
 from longdraft.train.methods.base import Method, StepLoss
 from longdraft.train.samples import Packed
 
+MOMENTS = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), torch.optim.Muon: ("momentum_buffer",)}
+
 
 class TorchEngine(Engine):
     """Steps float32 master weights; the draft computes in its own dtype (the masters themselves in float32)."""
@@ -80,7 +82,7 @@ class TorchEngine(Engine):
         for name, p in self.master.items():
             p.copy_(saved_master(state, name, p.shape))
             # AdamW counts steps on the CPU and keeps its moments beside the weights.
-            self._owner(p).state[p] = {
-                k: v if k == "step" else v.to(p.device) for k, v in saved_moments(state, name).items()
-            }
+            owner = self._owner(p)
+            moments = saved_moments(state, name, p.shape, MOMENTS[type(owner)])
+            owner.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in moments.items()}
         self._copy_to_live()

@@ -152,7 +152,7 @@ class ZeroEngine(Engine):
     @torch.no_grad()
     def load_state(self, state: Tensors) -> None:
         masters = {name: saved_master(state, name, shape) for name, shape in self.shapes.items()}
-        moments = {name: saved_moments(state, name) for name in masters}
+        moments = {name: saved_moments(state, name, self.shapes[name], ("step", *MOMENTS)) for name in masters}
         steps = moments[next(iter(masters))]["step"]
         for flat in self._flat_masters():
             self.zero.optimizer.state[flat]["step"].copy_(steps)

@@ -59,6 +59,11 @@ def test_a_target_of_three_layers_is_too_small() -> None:
         ({"rope": {"rope_type": "linear"}}, "needs factor"),
         ({"rope": YARN, "max_position": 8193}, "covers 8192 positions, 8193 are needed.*rope.factor=5"),
         ({"windw": 3}, "windw"),
+        ({"head_dim": 15}, "head_dim=15 is odd"),
+        ({"rope": {"rope_type": "linear", "factor": float("inf")}}, "factor=inf"),
+        ({"rope": {**YARN, "beta_slow": 64.0}}, "beta_slow=64 must not be above beta_fast=32"),
+        ({"rope": {**YARN, "rope_type": "llama3", "low_freq_factor": 0.0}}, "low_freq_factor=0"),
+        ({"rope": {**YARN, "rope_type": "llama3", "low_freq_factor": 4.0}}, "low_freq_factor=4 must be below"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from longdraft.draft_models.checkpoint import load_draft
 from longdraft.train import checkpoints as checkpoints_module
@@ -301,6 +301,64 @@ def test_damaged_resume_state_is_a_users_error(recipe: Path, capsys: pytest.Capt
     assert "state.safetensors is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"step": "1"}, "progress.json is damaged"),
+        ({"step": -1}, "counts that no run has"),
+        ({"cursors": []}, "counts that no run has"),
+        ({"cursors": [10**30]}, "progress.json is damaged"),
+        ({"trajectory": []}, "progress.json is damaged"),
+    ],
+)
+def test_damaged_progress_is_a_users_error(
+    recipe: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], message: str
+) -> None:
+    file = train(recipe, "r", "schedule.max_steps=1") / "checkpoints/latest/progress.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    assert main(["--config", str(recipe)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and "resume from the one before" in error and "\n" not in error
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("rng.torch", None, "rng.torch is missing"),
+        ("rng.torch", torch.zeros(3), "rng.torch is missing or of another size"),
+        ("master.mlp.down_proj.weight", torch.full((64, 96), float("nan")), "mlp.down_proj.weight is not finite"),
+        ("optimizer.mlp.down_proj.weight.exp_avg_sq", None, "down_proj.weight.exp_avg_sq missing"),
+        ("optimizer.mlp.down_proj.weight.exp_avg", torch.zeros(1), "down_proj.weight.exp_avg (1,)"),
+    ],
+)
+def test_a_resume_state_that_would_end_otherwise_is_refused(
+    recipe: Path, capsys: pytest.CaptureFixture[str], name: str, value: torch.Tensor | None, message: str
+) -> None:
+    file = train(recipe, "r", "schedule.max_steps=1") / "checkpoints/latest/state.safetensors"
+    state = load_file(file)
+    del state[name]
+    save_file(state | ({} if value is None else {name: value}), file)
+    assert main(["--config", str(recipe)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_record_that_fails_late_leaves_what_was_trained(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ids are held to the vocabulary when a record is rendered; by then steps may have been trained."""
+    bad = json.dumps({"input_ids": [5, 300] * 9, "supervised_from": 1}) + "\n"
+    with (recipe.parent / "data.jsonl").open("a") as file:
+        file.write(bad)
+    words = ["--config", str(recipe), "data.shuffle=false"]
+    assert main(words) == 2
+    error = capsys.readouterr().err.strip()
+    assert "data.jsonl:6: input_ids holds 300" in error and "\n" not in error
+    run = recipe.parent / "runs" / "r"
+    assert Checkpoints.progress(run / "checkpoints/latest").step == 2
+    (recipe.parent / "data.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, "repaired"])
+    )
+    assert main(words) == 0, "the same command goes on once the record is repaired"
+
+
 def test_a_run_records_its_command_versions_settings_and_evaluations(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -351,6 +409,11 @@ def test_weights_that_are_not_finite_are_never_saved(
         ("data.train=[]", "data.train=[]"),
         ("optim.lr=.inf", "optim.lr=inf"),
         (f"run.seed={1 << 63}", "run.seed="),
+        ('run.name="a\\0b"', "cannot be written (embedded null byte)"),
+        ("optim.betas=[1.0,0.9]", "optim.betas.0=1.0"),
+        ("optim.weight_decay=.inf", "optim.weight_decay=inf"),
+        ("target.attn=foo", "target.attn='foo' is not to be had here"),
+        ("target.path=tiny-random:llama:0", "is not a tiny target"),
     ],
 )
 def test_what_cannot_be_run_is_one_line(

@@ -72,6 +72,12 @@ def test_only_what_is_predicted_counts_unless_all_rows_do() -> None:
     assert count_tokens(documents, V, all_rows=True).count_V[[5, 7]].tolist() == [3, 1]
 
 
+def test_an_empty_document_counts_for_nothing() -> None:
+    documents = [Document([], [], "empty"), Document([9], [True], "a")]
+    assert count_tokens(documents, V).count_V.nonzero().flatten().tolist() == [9]
+    assert count_tokens(documents, V, all_rows=True).documents == 2
+
+
 def test_an_equal_count_goes_to_the_earlier_document_then_to_the_smaller_id() -> None:
     counted = TokenCount(V)
     counted.add(torch.tensor([90, 80]))
