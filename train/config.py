@@ -164,8 +164,8 @@ class FeatureSettings(Settings):
     variants: int = Field(
         1, ge=1, description="times that every document is stored, each with a crop and an offset of its own"
     )
-    max_gib: float = Field(64.0, gt=0, description="size above which a capture is refused")
-    shard_gib: float = Field(1.0, gt=0, description="size of a file")
+    max_gib: float = Field(64.0, gt=0, allow_inf_nan=False, description="size above which a capture is refused")
+    shard_gib: float = Field(1.0, gt=0, allow_inf_nan=False, description="size of a file")
 
 
 class ObjectiveSettings(Settings):

@@ -16,6 +16,7 @@ from longdraft.kernels.linear_cross_entropy import IGNORED
 from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Documents
 from longdraft.train.engine import Group
+from longdraft.train.features.reader import FeatureCorpus
 from longdraft.train.first_weights import fit_samples, share_first
 from longdraft.train.ranked_head import DOCUMENTS
 from longdraft.train.target import FrozenTarget, resolve_dtype
@@ -43,7 +44,7 @@ def build_eagle3(
         said = _choose_vocabulary(draft, settings, corpus, tokenizer)
         if settings.draft.init == "target":
             _copy_head(draft, target)
-    check_trained_positions(draft.config, settings)
+    check_trained_positions(draft.config, settings, corpus.positions if isinstance(corpus, FeatureCorpus) else None)
     frequencies = draft.rotary.inverse
     draft = draft.to(device=target.device, dtype=dtype)
     draft.rotary.inverse = frequencies.to(target.device)  # a cast to 16 bit would bend far positions
@@ -78,7 +79,7 @@ def fit_first_step(
     return int(group.totals(rows)[0])
 
 
-def check_trained_positions(config: Eagle3Config, settings: TrainSettings) -> None:
+def check_trained_positions(config: Eagle3Config, settings: TrainSettings, stored: int | None = None) -> None:
     """Check that the draft's rotation covers what a run trains, before the run costs anything.
 
     A stretched rotation is made for a context and the tokens drafted behind it, so it must cover both; any other one is
@@ -87,17 +88,22 @@ def check_trained_positions(config: Eagle3Config, settings: TrainSettings) -> No
     Args:
         config: of the draft that the run would train.
         settings: of the run.
+        stored: positions of the feature store, which were drawn when it was captured; None: the run draws its own.
 
     Raises:
         UserError: positions beyond ``eagle3.max_position`` or beyond ``original * factor``.
     """
     length, highest = trained_context(settings, config.target)
+    if stored is not None:
+        length, highest = "data.features' positions", stored
     reach = rope_reach(config.rope)
     behind = settings.ttt.steps + 1 if reach is not None and config.settings.rope is not None else 0
     need, covered = highest + behind, config.max_position
     if need <= covered:
         return
     remedy = f"lower {length} to {covered - behind}"
+    if stored is not None:
+        remedy = f"capture with data.max_length and positions.max_position of at most {covered - behind}"
     if reach is not None and reach < need:
         original = config.rope["original_max_position_embeddings"]
         remedy += f", or set eagle3.rope.factor to {-(-need // original)} (original {original})"

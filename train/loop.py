@@ -24,10 +24,10 @@ from longdraft.train.checkpoints import (
     lock_folder,
 )
 from longdraft.train.config import TrainSettings
-from longdraft.train.documents import Corpus
+from longdraft.train.documents import Corpus, Documents
 from longdraft.train.engine import Engine, Group, StopSignal, build_engine
 from longdraft.train.evaluation import cut_prompts, evaluate
-from longdraft.train.features.reader import open_corpus
+from longdraft.train.features.reader import FeatureCorpus, open_corpus
 from longdraft.train.flops import micro_batch_flops, peak_tflops
 from longdraft.train.memory_use import peak_memory_gib
 from longdraft.train.metering import Meter
@@ -74,7 +74,7 @@ class Run:
         self.corpus = open_corpus(settings, tokenizer)
         self.data = {"train": self.corpus.fingerprints()}
         self.target = load_run_target(settings, group)
-        limit = position_limit(settings, self.target.spec.max_position)
+        limit = position_limit(settings, self.target.spec.max_position, self.corpus)
         self.method, said = build_method(
             settings, self.target, self.corpus, tokenizer, limit, group, resumed=found is not None
         )
@@ -302,8 +302,8 @@ def load_run_target(settings: TrainSettings, group: Group) -> FrozenTarget:
     return load_sharded(settings.target, group)
 
 
-def position_limit(settings: TrainSettings, target_limit: int) -> int:
-    """Exclusive limit of trained positions.
+def position_limit(settings: TrainSettings, target_limit: int, corpus: Documents | None = None) -> int:
+    """Exclusive limit of trained positions; those of a feature store are held to the target's limit too.
 
     Raises:
         UserError: documents or offsets beyond what the target's rotary embedding covers.
@@ -312,6 +312,11 @@ def position_limit(settings: TrainSettings, target_limit: int) -> int:
     for name, value in (("positions.max_position", limit), ("data.max_length", settings.data.max_length)):
         if value > target_limit:
             raise UserError(f"{name}={value} is beyond the target's {target_limit} positions: lower it")
+    if isinstance(corpus, FeatureCorpus) and corpus.positions > target_limit:
+        raise UserError(
+            f"data.features={str(corpus.folder)!r} holds positions up to {corpus.positions - 1}, the target has "
+            f"{target_limit}: capture with a lower positions.max_position"
+        )
     return limit
 
 

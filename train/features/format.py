@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -104,7 +105,10 @@ class Index:
             ]
             own = {field.name for field in dataclasses.fields(Index)} - {"about"}
             about = {key: value for key, value in record.items() if key not in own}
-            return Index(**{key: record[key] for key in own}, about=about)
+            read = TypeAdapter(Index).validate_python({**{key: record[key] for key in own}, "about": about})
+            if min(read.documents, read.variants, read.shards, len(read.places)) < 1:
+                raise ValueError("it has no documents")
+            return read
         except OSError as error:
             raise UserError(
                 f"data.features={str(folder)!r} has no {INDEX} ({error.strerror}): give a folder that longdraft capture wrote"
@@ -112,7 +116,7 @@ class Index:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{path} is damaged ({error}): capture again") from None
+            raise UserError(f"{path} is damaged ({' '.join(str(error).split())[:200]}): capture again") from None
 
 
 def feature_shapes(spec: TargetSpec, names: list[str]) -> dict[str, list[int]]:

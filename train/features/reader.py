@@ -15,7 +15,7 @@ from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
 from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Corpus, Document, Documents
-from longdraft.train.features.format import Index, Place, aux_layers, feature_shapes, shard_is_whole
+from longdraft.train.features.format import ROWS, Index, Place, aux_layers, feature_shapes, shard_is_whole
 from longdraft.train.target import Capture, load_config, weights_fingerprint
 
 OPEN_SHARDS = 32
@@ -31,7 +31,7 @@ class FeatureCorpus:
     def __init__(self, settings: TrainSettings, spec: TargetSpec) -> None:
         assert settings.data.features is not None
         self.folder = Path(settings.data.features)
-        self.index = Index.read(self.folder)
+        self.index, self.vocab_size = Index.read(self.folder), spec.vocab_size
         self._check(settings, spec)
         self.places = {(p.variant, p.document): p for p in self.index.places}
         self._shards: OrderedDict[int, Any] = OrderedDict()
@@ -41,6 +41,7 @@ class FeatureCorpus:
         for shard in range(index.shards):
             if not shard_is_whole(self.folder, index, shard):
                 raise UserError(f"{name} lacks {index.shard_name(shard)}: run longdraft capture again, it continues")
+            self._check_shapes(shard)
         weights = weights_fingerprint(settings.target.path)
         if index.identity["target.shapes"] != spec.hash or weights != index.identity["target.weights"]:
             raise UserError(f"{name} was captured from another target than target.path={settings.target.path!r}")
@@ -60,6 +61,31 @@ class FeatureCorpus:
             raise UserError(
                 f"data.max_length={settings.data.max_length} is below {name}'s longest document of {longest}: raise it"
             )
+
+    def _check_shapes(self, shard: int) -> None:
+        """Headers only: every tensor of a shard has one row for each of its tokens."""
+        path, index = self.folder / self.index.shard_name(shard), self.index
+        rows = max((p.begin + p.length for p in index.places if p.shard == shard), default=0)
+        expected = {name: (rows, kind) for name, kind in ROWS.items()}
+        try:
+            dtype = getattr(torch, index.dtype)
+            expected |= {name: (rows, *shape, dtype) for name, shape in index.tensors.items()}
+            with safe_open(path, framework="pt") as file:
+                found = {n: file.get_slice(n) for n in expected.keys() & set(file.keys())}
+                for name, (*shape, kind) in expected.items():
+                    there = [*found[name].get_shape(), found[name][:0].dtype] if name in found else "missing"
+                    if there != [*shape, kind]:
+                        raise UserError(
+                            f"{path}: {name} is {there}, the index makes it {[*shape, kind]}: capture it again"
+                        )
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} cannot be read ({error}): run longdraft capture again") from None
+
+    @property
+    def positions(self) -> int:
+        """The largest stored position plus one. Positions ascend in a document, so its last row says its largest."""
+        last = (Place(p.variant, p.document, p.shard, p.begin + p.length - 1, 1) for p in self.index.places if p.length)
+        return 1 + max((int(self._slice(place, "position_ids")) for place in last), default=-1)
 
     def __len__(self) -> int:
         return self.index.documents
@@ -84,6 +110,11 @@ class FeatureCorpus:
 
     def _rows(self, place: Place) -> tuple[Document, torch.Tensor]:
         ids, positions, mask = (self._slice(place, name) for name in ("input_ids", "position_ids", "loss_mask"))
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            raise UserError(
+                f"data.features={str(self.folder)!r}: document {place.document} has ids beyond the target's vocabulary of "
+                f"{self.vocab_size}: capture again"
+            )
         return Document(ids.tolist(), mask.bool().tolist(), self._name(place.document)), positions.long()
 
     def _name(self, index: int) -> str:

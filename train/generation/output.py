@@ -4,6 +4,7 @@ The JSON file is replaced, in one move, after a batch lies on the disk, and coun
 at most bytes behind them, which the next one cuts off.
 """
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -76,12 +77,22 @@ class Output:
         return counts
 
     def save(self, rows: list[dict[str, Any]]) -> None:
-        """Append records, then say so; ``counts`` is what the next process starts from."""
-        self._file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self.counts.bytes = self._file.tell()
-        self.say()
+        """Append records, then say so; ``counts`` is what the next process starts from.
+
+        Raises:
+            UserError: a full disk; what was saved before holds, and the next process cuts off the rest.
+        """
+        try:
+            self._file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self.counts.bytes = self._file.tell()
+            self.say()
+        except OSError as error:
+            raise UserError(
+                f"out={str(self.folder)!r} cannot be written ({error.strerror}): make room and run the same command, it "
+                "continues behind the last batch"
+            ) from None
 
     def say(self) -> None:
         """Replace the JSON file."""
@@ -94,5 +105,6 @@ class Output:
         work.replace(self.folder / PROVENANCE)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a full disk kept in the buffer
+            self._file.close()
         self._lock.close()

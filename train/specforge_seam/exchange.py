@@ -11,13 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
 from longdraft.schema import load_settings
 from longdraft.train.config import TrainSettings, find_config
-from longdraft.train.features.format import HIDDEN_NORM, INDEX, ROWS, Index, Place, aux_layers, write_shard
+from longdraft.train.features.format import (
+    HIDDEN_NORM,
+    INDEX,
+    ROWS,
+    Index,
+    Place,
+    aux_layers,
+    shard_is_whole,
+    write_shard,
+)
 from longdraft.train.features.plan import GIB, check_size, size_text
 from longdraft.train.provenance import origin
 from longdraft.train.specforge_seam.feature_files import (
@@ -80,7 +89,10 @@ def import_features(
     index.shards = shard + 1
     print(size_text(index), flush=True)
     check_size(index, folder, settings.features.max_gib, agreed, index.tokens)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {str(folder)!r} cannot be written ({error.strerror}): choose another folder") from None
     for number in range(index.shards):
         write_shard(folder, index, number, _shard(index, number, files))
     index.write(folder)  # last: a store without its index is none
@@ -102,6 +114,7 @@ def _survey(files: list[Path], spec: TargetSpec) -> tuple[dict[str, list[int]], 
                     f"{path}: {LEADING[name]} has {shape} a token, the target makes it {expected[name]}: give the target "
                     "that was captured"
                 )
+        _check_rows(sample, path, spec)
         if shapes and found.keys() != shapes.keys():
             raise UserError(f"{path} holds {sorted(found)}, {files[0]} {sorted(shapes)}: import them apart")
         shapes = found
@@ -110,6 +123,23 @@ def _survey(files: list[Path], spec: TargetSpec) -> tuple[dict[str, list[int]], 
     if len(dtypes) != 1:
         raise UserError(f"features of several dtypes ({', '.join(sorted(map(str, dtypes)))}): import them apart")
     return shapes, dtypes.pop(), lengths
+
+
+def _check_rows(sample: FeatureSample, path: Path, spec: TargetSpec) -> None:
+    """Ids and positions that the store's 32 bits, the target's vocabulary and its rotation hold."""
+    if not len(sample.id_S):
+        raise UserError(f"{path} has no tokens: remove it")
+    limits = {"input_ids": (sample.id_S, spec.vocab_size)}
+    if (position := sample.tensors.get("position")) is not None:
+        if position.dim() != 1 or position.is_floating_point() or bool((position[1:] <= position[:-1]).any()):
+            raise UserError(f"{path}: position_ids are not ascending integers: capture the sample again")
+        limits["position_ids"] = position, spec.max_position
+    for name, (value, limit) in limits.items():
+        if not 0 <= int(value.min()) <= int(value.max()) < limit:
+            raise UserError(
+                f"{path}: {name} reach from {int(value.min())} to {int(value.max())}, the target's from 0 to {limit - 1}: give "
+                "the target that was captured"
+            )
 
 
 def _shard(index: Index, number: int, files: list[Path]) -> dict[str, torch.Tensor]:
@@ -138,15 +168,23 @@ def export_features(store: Path, folder: Path, packed: bool = False) -> int:
         How many documents there are.
 
     Raises:
-        UserError: no store.
+        UserError: no store, one that is not whole, or a folder that cannot be written.
     """
     index = Index.read(store)
-    for number in range(index.shards):
-        with safe_open(store / index.shard_name(number), framework="pt") as shard:
-            for place in (p for p in index.places if p.shard == number):
-                name = f"data_{place.variant}_{place.document:08d}.ckpt" + (".gz" if packed else "")
-                if not (folder / name).exists():
-                    write_feature_file(_sample(shard, index, place), folder / name)
+    if lacking := [n for n in range(index.shards) if not shard_is_whole(store, index, n)]:
+        raise UserError(f"{store / index.shard_name(lacking[0])} is missing or damaged: run longdraft capture again")
+    try:
+        for number in range(index.shards):
+            with safe_open(store / index.shard_name(number), framework="pt") as shard:
+                for place in (p for p in index.places if p.shard == number):
+                    name = f"data_{place.variant}_{place.document:08d}.ckpt" + (".gz" if packed else "")
+                    if not (folder / name).exists():
+                        write_feature_file(_sample(shard, index, place), folder / name)
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch's own, of a full disk
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"--out {str(folder)!r}: not all is written ({reason}): make room or choose another") from None
+    except SafetensorError as error:
+        raise UserError(f"{store} cannot be read ({error}): run longdraft capture again") from None
     return len(index.places)
 
 

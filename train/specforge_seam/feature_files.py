@@ -64,6 +64,10 @@ def read_feature_file(path: str | Path) -> FeatureSample:
         raise UserError(f"{path} holds a {type(raw).__name__}: SpecForge's feature files hold a dictionary of tensors")
     if missing := [name for name in ("input_ids", "loss_mask") if not isinstance(raw.get(name), torch.Tensor)]:
         raise UserError(f"{path} has no tensor {missing[0]!r}: it is no feature file of SpecForge's")
+    if odd := [
+        n for n, t in raw.items() if isinstance(t, torch.Tensor) and (t.layout != torch.strided or t.dim() == 0)
+    ]:
+        raise UserError(f"{path}: {odd[0]} is no dense tensor of rows: capture the sample again")
     id_S, mask_S = raw["input_ids"].reshape(-1).to(torch.int64), raw["loss_mask"].reshape(-1) != 0
     tensors: dict[str, torch.Tensor] = {}
     for ours, theirs in {**LEADING, **FLAT}.items():
@@ -79,6 +83,8 @@ def read_feature_file(path: str | Path) -> FeatureSample:
             raise UserError(
                 f"{path}: {name} has {len(value)} rows, input_ids has {len(id_S)}: capture the sample again"
             )
+    if raw["input_ids"].is_floating_point() or raw["input_ids"].is_complex():
+        raise UserError(f"{path}: input_ids are {raw['input_ids'].dtype}, not integers: capture the sample again")
     return FeatureSample(id_S, mask_S, tensors)
 
 

@@ -106,3 +106,44 @@ def test_files_that_do_not_fit_are_refused_by_name(recipe: Path, capsys: pytest.
     assert "import them apart" in refusal("kinds", eagle3_sample(5), part)
     (here / "none").mkdir()
     assert ".ckpt" in refusal("none")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": torch.full((9,), 9999)}, "input_ids reach from 9999 to 9999, the target's from 0 to 287"),
+        ({"input_ids": torch.full((9,), 1 << 40)}, "input_ids reach"),
+        ({"input_ids": torch.full((9,), -1)}, "input_ids reach from -1"),
+        ({"input_ids": torch.rand(9)}, "not integers"),
+        ({"position_ids": torch.arange(9) + 10**6}, "position_ids reach"),
+        ({"position_ids": torch.zeros(9, 3, dtype=torch.int64)}, "not ascending integers"),
+        ({"hidden_state": torch.tensor(1.0)}, "hidden_state is no dense tensor"),
+        ({"hidden_state": torch.randn(9, E).to_sparse()}, "hidden_state is no dense tensor"),
+    ],
+)
+def test_files_that_no_target_made_are_refused(
+    recipe: Path, capsys: pytest.CaptureFixture[str], change: dict[str, torch.Tensor], message: str
+) -> None:
+    """Before they were stored: 32 bits would have wrapped, and training would have died in the middle."""
+    path = recipe.parent / "in" / "a.ckpt"
+    write_feature_file(eagle3_sample(9), path)
+    torch.save(torch.load(path, weights_only=True) | change, path)
+    words = ["features", "import", str(path), "--config", str(recipe), "--out", str(recipe.parent / "store")]
+    assert message in failing(words, capsys)
+    assert not (recipe.parent / "store").exists()
+
+
+def test_an_export_says_what_is_missing_and_where_it_cannot_write(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = recipe.parent
+    write_feature_file(eagle3_sample(9), here / "in" / "a.ckpt")
+    words = ["features", "import", str(here / "in"), "--config", str(recipe), "--out", str(here / "store")]
+    assert cli.main(words) == 0
+    assert "not all is written" in failing(
+        ["features", "export", str(here / "store"), "--out", "/proc/nowhere"], capsys
+    )
+    [shard] = (here / "store").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    words = ["features", "export", str(here / "store"), "--out", str(here / "out")]
+    assert "missing or damaged" in failing(words, capsys)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import tiny_model
 
 from longdraft import cli
@@ -298,3 +299,48 @@ def test_the_command_line_takes_the_recipes_options(recipe: Path, capsys: pytest
     assert "tokens of 265 bytes" in capsys.readouterr().out
     assert cli.main([*words, "featurs.store=[kv]"]) == 2
     assert "did you mean 'features" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"shards": "../x"}, {"documents": 0}, {"variants": 0}, {"tensors": []}, {"identity": None}, {"documents": "many"}],
+)
+def test_a_damaged_index_is_one_line(recipe: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]) -> None:
+    folder = store(recipe, "s")
+    record = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps(record | change))
+    assert "index.json is damaged" in failing(recipe, capsys, *from_store(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("k", lambda k: k[:10].clone(), r"k is \[10, 2, 16"),
+        ("v", lambda v: v.half(), "torch.float16"),
+        ("loss_mask", lambda m: m[:, None].clone(), "loss_mask is"),
+        ("input_ids", lambda i: i + 5000, "ids beyond the target's vocabulary of 288"),
+        ("input_ids", lambda i: i - 5000, "ids beyond the target's vocabulary of 288"),
+        ("position_ids", lambda p: p + 16384, "holds positions up to"),
+    ],
+)
+def test_a_shard_of_other_rows_than_its_index_says_is_refused(
+    recipe: Path, capsys: pytest.CaptureFixture[str], name: str, change: Any, message: str
+) -> None:
+    folder = store(recipe, "s")
+    [path] = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    tensors[name] = change(tensors[name])
+    save_file(tensors, path, {"longdraft-features": Index.read(folder).digest})
+    assert re.search(message, failing(recipe, capsys, *from_store(folder)))
+
+
+def test_stored_positions_beyond_the_drafts_rotation_are_refused(
+    recipe: Path, deep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were drawn at the capture: what the training's own positions say does not bound them."""
+    words = [f"target.path={deep}", "draft={arch: eagle3}", "lag={}"]
+    folder = store(recipe, "s", *words, "positions.offset_share=1.0")
+    plain = [*words, *from_store(folder), "positions.offset_share=0.0"]
+    error = failing(recipe, capsys, *plain, "eagle3.max_position=300")
+    assert "pass the 300 positions" in error and "capture with" in error
+    trained(recipe, "r", *plain, "ttt.steps=2")

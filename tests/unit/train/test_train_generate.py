@@ -1,6 +1,7 @@
 """Training data from the target's own answers: what is asked, that the answers are the target's, and stopping at any moment."""
 
 import dataclasses
+import errno
 import hashlib
 import json
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from longdraft.schema import validate
 from longdraft.train import generate
 from longdraft.train.config import DataSettings
 from longdraft.train.documents import Corpus
-from longdraft.train.generation import backends
+from longdraft.train.generation import backends, output
 from longdraft.train.generation.backends import Answer, TransformersBackend
 from longdraft.train.generation.prompts import Prompt
 from longdraft.train.generation.settings import GenerateSettings
@@ -343,3 +344,23 @@ def test_sglangs_engine_takes_the_arguments(tmp_path: Path) -> None:
         assert given["attention_backend"] == "fa3"
     settings.sglang = type(settings.sglang)()
     assert "mem_fraction_static" not in backends.engine_arguments(settings, torch.device("cuda"))
+
+
+def test_a_full_disk_ends_a_run_in_one_line_and_costs_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt_file(tmp_path)
+    whole, _ = run(tmp_path, "whole", backend__batch=2)
+    calls: list[int] = []
+
+    def full(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) == 4:  # two of the folder's first word, one a batch and one behind it
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(output.os, "fsync", full)
+        assert cli.main(["generate", *arguments(tmp_path, "parts", backend__batch=2)]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: out=") and "No space left on device" in error and "continues" in error
+    assert run(tmp_path, "parts", backend__batch=2)[0] == whole
