@@ -21,7 +21,7 @@ from pathlib import Path
 from longdraft.errors import UserError
 
 MARKER = "longdraft.json"  # written last; a folder without it, or with another source in it, is converted again
-CONVERSION = 1  # counts up when the conversion changes
+CONVERSION = 2  # counts up when the conversion changes
 
 Say = Callable[[str], None]
 
@@ -163,6 +163,8 @@ def convert_gguf(gguf: Path, folder: Path, start_token: str, end_token: str) -> 
     tokenizer.clean_up_tokenization_spaces = False
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.generation_config.eos_token_id = tokenizer.eos_token_id
+    # GGUF keeps it in float32, where 1e-05 reads 9.99999975e-06: drafts would take the published model for another target.
+    model.config.rms_norm_eps = float(f"{model.config.rms_norm_eps:.6g}")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for path in folder.iterdir():
