@@ -26,7 +26,7 @@ from longdraft.bench.server import Generation, Server
 from longdraft.draft_models.repetition import ALLOWED, repeated_share
 from longdraft.errors import UserError
 from longdraft.schema import Settings
-from longdraft.train.config import find_config
+from longdraft.train.recipe_files import find_config
 
 RECIPE, CHATS = "recipes/demo_smollm2.yaml", "recipes/demo/chats.jsonl"
 TAU_EXPECTED, LONG = 1.3, 4000

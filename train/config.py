@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from longdraft.draft_models.config import LongSpecSettings
 from longdraft.draft_models.eagle3_config import Eagle3Settings
-from longdraft.errors import UserError
 from longdraft.schema import OnOff, Settings
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -403,36 +402,3 @@ class TrainSettings(Settings):
 def as_list(value: list[str] | str | None) -> list[str]:
     """A setting that may be one name or several."""
     return [value] if isinstance(value, str) else list(value or [])
-
-
-def shipped(path: str) -> Path:
-    """Where a file of ours lies in an installed package or in a checkout."""
-    import longdraft
-
-    return Path(longdraft.__file__).parent / path
-
-
-def find_config(path: str) -> Path:
-    """A recipe by its path from here, or the installed one of that path (``recipes/…``).
-
-    Raises:
-        UserError: neither exists.
-    """
-    for candidate in (Path(path), shipped(path)):
-        if candidate.is_file():
-            return candidate
-    raise UserError(f"config {path!r} does not exist: give a YAML file, such as recipes/smoke/longspec.yaml")
-
-
-def resolve_data_paths(settings: TrainSettings, recipe: Path | None) -> None:
-    """Let data files lie beside the recipe: a name that is no file here, but is one there, becomes that one."""
-    if recipe is None:
-        return
-
-    def resolve(name: str) -> str:
-        beside = recipe.parent / name
-        return str(beside) if not Path(name).exists() and beside.exists() else name
-
-    settings.data.train = [resolve(name) for name in as_list(settings.data.train)]
-    if settings.data.eval is not None:
-        settings.data.eval = [resolve(name) for name in as_list(settings.data.eval)]

@@ -9,7 +9,8 @@ import sys
 
 from longdraft.errors import UserError
 from longdraft.schema import load_settings
-from longdraft.train.config import TrainSettings, find_config, resolve_data_paths
+from longdraft.train.config import TrainSettings
+from longdraft.train.recipe_files import find_config, resolve_data_paths
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -18,9 +18,10 @@ from transformers.cache_utils import CacheLayerMixin
 from longdraft.draft_models.aux_features import aux_features
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
-from longdraft.train.config import TargetSettings, shipped
+from longdraft.train.config import TargetSettings
 from longdraft.train.fused_layers import fuse, wants_fusion
 from longdraft.train.packed_target import can_pack, packed_attention, spans
+from longdraft.train.recipe_files import shipped
 from longdraft.train.tiny_random import PREFIX, byte_tokenizer, tiny_config, tiny_random_model
 
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a weight file: reading all of a large target's would take minutes

@@ -14,12 +14,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from longdraft.draft_models.target import TargetSpec
 from longdraft.kernels.packed_attention import lagged_attention, packed_causal_attention
 from longdraft.schema import load_settings
-from longdraft.train.config import ObjectiveSettings, TargetSettings, TrainSettings, resolve_data_paths
+from longdraft.train.config import ObjectiveSettings, TargetSettings, TrainSettings
 from longdraft.train.estimate import count_parameters
 from longdraft.train.long_draft import main
 from longdraft.train.loop import train
 from longdraft.train.memory_plan import estimate_memory
 from longdraft.train.objective import longspec_loss
+from longdraft.train.recipe_files import resolve_data_paths
 from longdraft.train.samples import Packed
 from longdraft.train.target import Capture, load_config, load_target
 

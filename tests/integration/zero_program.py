@@ -11,10 +11,11 @@ import torch
 from tiny import tiny_model
 
 from longdraft.schema import load_settings
-from longdraft.train.config import EngineSettings, TrainSettings, find_config, resolve_data_paths
+from longdraft.train.config import EngineSettings, TrainSettings
 from longdraft.train.engines.group import Group
 from longdraft.train.long_draft import main
 from longdraft.train.loop import Run
+from longdraft.train.recipe_files import find_config, resolve_data_paths
 
 RECIPE = "recipes/smoke/longspec.yaml"
 SHORT = ("schedule.max_steps=6", "schedule.save_every=3", "schedule.log_every=1", "evaluation.prompts=0")

@@ -7,7 +7,8 @@ import torch
 import yaml
 
 from longdraft.errors import UserError
-from longdraft.train.config import TrainSettings, find_config
+from longdraft.train.config import TrainSettings
+from longdraft.train.recipe_files import find_config
 
 # Keys of a DeepSpeed file that the run's own settings decide: two owners would disagree one day.
 OWNED = {

@@ -17,12 +17,13 @@ import torch
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
 from longdraft.schema import load_settings
-from longdraft.train.config import TrainSettings, find_config, resolve_data_paths
+from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Corpus
 from longdraft.train.features.format import INDEX, ROWS, Index, Place, aux_layers, shard_is_whole, write_shard
 from longdraft.train.features.plan import check_size, make_index, size_text
 from longdraft.train.loop import position_limit
 from longdraft.train.provenance import origin
+from longdraft.train.recipe_files import find_config, resolve_data_paths
 from longdraft.train.samples import SampleStream
 from longdraft.train.target import FrozenTarget, load_config, load_target, load_tokenizer, resolve_dtype
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
 from longdraft.schema import load_settings
-from longdraft.train.config import TrainSettings, find_config
+from longdraft.train.config import TrainSettings
 from longdraft.train.features.format import (
     HIDDEN_NORM,
     INDEX,
@@ -29,6 +29,7 @@ from longdraft.train.features.format import (
 )
 from longdraft.train.features.plan import GIB, check_size, size_text
 from longdraft.train.provenance import origin
+from longdraft.train.recipe_files import find_config
 from longdraft.train.specforge_seam.feature_files import (
     LEADING,
     FeatureSample,

@@ -12,9 +12,10 @@ from longdraft.draft_models.config import LongSpecConfig
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.schema import load_settings
 from longdraft.train import loop
-from longdraft.train.config import TrainSettings, find_config
+from longdraft.train.config import TrainSettings
 from longdraft.train.long_draft import main
 from longdraft.train.memory_plan import estimate_memory
+from longdraft.train.recipe_files import find_config
 
 ROOT = Path(__file__).parents[3]
 SMOKE = ROOT / "recipes/smoke/longspec.yaml"
