@@ -17,7 +17,7 @@ from longdraft.train.config import TrainSettings
 from longdraft.train.documents import Documents
 from longdraft.train.engine import Group
 from longdraft.train.features.reader import FeatureCorpus
-from longdraft.train.first_weights import fit_samples, share_first
+from longdraft.train.first_weights import cast_draft, fit_samples, share_first
 from longdraft.train.ranked_head import DOCUMENTS
 from longdraft.train.target import FrozenTarget, resolve_dtype
 from longdraft.train.vocabulary import count_tokens
@@ -45,9 +45,7 @@ def build_eagle3(
         if settings.draft.init == "target":
             _copy_head(draft, target)
     check_trained_positions(draft.config, settings, corpus.positions if isinstance(corpus, FeatureCorpus) else None)
-    frequencies = draft.rotary.inverse
-    draft = draft.to(device=target.device, dtype=dtype)
-    draft.rotary.inverse = frequencies.to(target.device)  # a cast to 16 bit would bend far positions
+    cast_draft(draft, dtype, target.device)
     return draft.train().bind(target.embedding_VE, target.head_VE), said
 
 

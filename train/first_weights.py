@@ -11,6 +11,7 @@ import torch
 
 from longdraft.draft_models.checkpoint import load_draft
 from longdraft.draft_models.config import LongSpecConfig
+from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.initialise import FitBatch, fit_to_hidden, initialise_from_target
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.errors import UserError
@@ -42,10 +43,15 @@ def build_draft(settings: TrainSettings, target: FrozenTarget) -> LongSpecDraft:
         draft = LongSpecDraft(LongSpecConfig(target.spec, settings.draft.architecture))
         if settings.draft.init == "target":
             initialise_from_target(draft, target.model)
-        frequencies = draft.rotary.inverse
-        draft = draft.to(device=target.device, dtype=dtype)
-        draft.rotary.inverse = frequencies.to(target.device)  # a cast to 16 bit would bend far positions
+        cast_draft(draft, dtype, target.device)
     return draft.train().bind(target.embedding_VE, target.head_VE)
+
+
+def cast_draft(draft: LongSpecDraft | Eagle3Draft, dtype: torch.dtype, device: torch.device) -> None:
+    """Move a draft to its training dtype in place; its frequencies stay float32, or far positions would bend."""
+    frequencies = draft.rotary.inverse
+    draft.to(device=device, dtype=dtype)
+    draft.rotary.inverse = frequencies.to(device)
 
 
 def rank_head(draft: LongSpecDraft, settings: TrainSettings, corpus: Documents, tokenizer: Any) -> None:

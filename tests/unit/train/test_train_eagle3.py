@@ -239,8 +239,9 @@ def test_positions_beyond_the_rotation_are_refused_before_anything_runs(
 
 
 def test_a_rotation_that_just_covers_the_run_is_trained(tmp_path: Path) -> None:
-    run(tmp_path, "fits", YARN, "data.max_length=508", "schedule.max_steps=1")
-    run(tmp_path, "own", "eagle3.max_position=512", "schedule.max_steps=1")
+    for name, given in (("fits", (YARN, "data.max_length=508")), ("own", ("eagle3.max_position=512",))):
+        folder = run(tmp_path, name, *given, "schedule.max_steps=1")
+        assert read_config(folder)["longdraft"]["training"]["steps"] == 1
 
 
 def test_a_short_draft_adapted_by_yarn_is_served_with_the_stretched_rotation(tmp_path: Path) -> None:
