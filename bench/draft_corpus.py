@@ -44,14 +44,12 @@ PACKAGES = (
 )
 HELD_OUT_CODE = 20  # longest modules of the standard library
 HELD_OUT_PACKAGES = 40  # modules of installed packages that are long enough to be cut at a full context
+MODULES, HELD_OUT_FROM = 1200, 400  # modules taken of a package, and the first ones that may be held out
 HELD_OUT_LENGTH = 45000  # characters that a held-out document has at least
 HELD_OUT_BOOKS = 0.88  # of each translation, what lies behind this share is held out; what lies just before is left out
 GAP_OF_BOOKS = 0.85  # the same passages stand at slightly different places in the translations
-KINDS = {"code": 0.36, "book": 0.16, "prose": 0.12}  # share of the records; the JSONL files divide the rest
-LONGEST, RECORDS = (
-    33000,
-    4000,
-)  # characters and number of the training text's records: a full context of the demo's model
+KINDS = {"code": 0.66, "book": 0.14, "prose": 0.12}  # share of the records; the JSONL files divide the rest
+LONGEST, RECORDS = 33000, 6000  # characters and number of the training text's records: a full context of the demo's model
 SHORT, PROMPTS = 900, 12000  # characters and number of the texts that prompts are cut from
 CHATS, CHAT_LENGTHS = 3000, (200, 2500)  # number of questions, and characters of the texts that they are about
 TASKS = (
@@ -80,17 +78,17 @@ class Source:
         return {"name": self.name, "kind": self.kind, "characters": len(self.text), "sha256": digest}
 
 
-def package_sources(limit: int, rng: random.Random) -> Iterator[Source]:
-    """Modules of installed packages, at most ``limit`` of each."""
+def package_sources(rng: random.Random) -> Iterator[tuple[int, Source]]:
+    """Modules of installed packages, at most ``MODULES`` of each in random order, with their places in it."""
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         root = Path(spec.origin).parent if spec and spec.origin else None
         paths = sorted(root.rglob("*.py")) if root else []
         rng.shuffle(paths)
-        for path in paths[:limit]:
+        for place, path in enumerate(paths[:MODULES]):
             text = path.read_text(encoding="utf-8", errors="ignore")
             if len(text) > 1500 and root is not None:
-                yield Source(f"{package}/{path.relative_to(root).as_posix()}", "code", text)
+                yield place, Source(f"{package}/{path.relative_to(root).as_posix()}", "code", text)
 
 
 def bible_sources(folder: Path) -> Iterator[tuple[float, Source]]:
@@ -119,10 +117,10 @@ def jsonl_sources(path: Path) -> list[Source]:
 def collect(books: Path | None, files: list[Path], rng: random.Random) -> tuple[list[Source], list[Source]]:
     """Training and held-out documents."""
     library = sorted((Source(n, "code", t) for n, t in source_documents() if len(t) > 1500), key=lambda s: -len(s.text))
-    packages = list(package_sources(400, rng))
-    long = [s for s in packages if len(s.text) >= HELD_OUT_LENGTH][:HELD_OUT_PACKAGES]
-    heldout = library[:HELD_OUT_CODE] + long
-    train = library[HELD_OUT_CODE:] + [s for s in packages if s not in long]
+    packages = list(package_sources(rng))
+    long = [s for place, s in packages if place < HELD_OUT_FROM and len(s.text) >= HELD_OUT_LENGTH]
+    heldout = library[:HELD_OUT_CODE] + long[:HELD_OUT_PACKAGES]
+    train = library[HELD_OUT_CODE:] + [s for _, s in packages if s not in long[:HELD_OUT_PACKAGES]]
     train += [Source(n, "prose", t) for n, t in topic_documents() + description_documents() if len(t) > 1500]
     for path in files:
         rows = jsonl_sources(path)
@@ -191,8 +189,9 @@ def main(argv: list[str] | None = None) -> int:
     train, heldout = collect(args.books, args.documents, rng)
     args.out.mkdir(parents=True, exist_ok=True)
     text = list(text_records(train, args.records, args.longest, rng))
-    prompts = [*text_records(train, PROMPTS, SHORT, rng), *chat_records(train, rng)]
-    rng.shuffle(prompts)
+    # Chats behind the texts, the shortest first: a batch of prompts of one length decodes several times faster.
+    chats = sorted(chat_records(train, rng), key=lambda row: len(str(row["conversations"])))
+    prompts = [*text_records(train, PROMPTS, SHORT, rng), *chats]
     write_lines(args.out / "text.jsonl", text)
     write_lines(args.out / "prompts.jsonl", prompts)
     write_lines(args.out / "heldout.jsonl", [{"name": s.name, "kind": s.kind, "text": s.text} for s in heldout])
