@@ -8,7 +8,7 @@ import torch
 from longdraft.kernels.fa3 import fa3_chain_attention
 from longdraft.kernels.merge import merge_attention
 from longdraft.kernels.plan import AttentionPlan
-from longdraft.kernels.prefix_attention import choose_backend, prefix_attention
+from longdraft.kernels.prefix_attention import checked_backend, prefix_attention
 from longdraft.kernels.tree_attention import tree_attention
 
 
@@ -22,6 +22,7 @@ def hybrid_tree_attention(
     scale: float,
     masks: list[torch.Tensor] | None = None,
     backend: str | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
     """One verification's attention in one layer (LongSpec, section 3.3).
 
@@ -33,14 +34,15 @@ def hybrid_tree_attention(
         scale: factor of the scores.
         masks: a tree's visibility, one matrix a request; None means a chain.
         backend: the prefix part's backend; None takes the fastest that is there.
+        kv_scales: what a float8 cache's keys and values are to be multiplied by; the new tokens' own are not scaled.
 
     Returns:
         Output ``[T, H, D]`` in the queries' dtype; zeros in a row for which both parts are empty.
     """
-    backend = backend or choose_backend(q_THD.device, q_THD.dtype)
+    backend = checked_backend(backend, q_THD, k_SKD, plan)
     if backend == "fa3" and masks is None:
-        return fa3_chain_attention(q_THD, k_SKD, v_SKD, plan, scale)
-    prefix_out, prefix_lse = prefix_attention(q_THD, k_SKD, v_SKD, plan, scale, backend)
+        return fa3_chain_attention(q_THD, k_SKD, v_SKD, plan, scale, kv_scales)
+    prefix_out, prefix_lse = prefix_attention(q_THD, k_SKD, v_SKD, plan, scale, backend, kv_scales)
     tree_out, tree_lse = tree_attention(q_THD, k_TKD, v_TKD, plan, scale, masks)
     out_THD, _ = merge_attention(torch.stack([prefix_out, tree_out]), torch.stack([prefix_lse, tree_lse]))
     return out_THD

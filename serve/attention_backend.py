@@ -53,9 +53,14 @@ class LongDraftAttention(AttentionBackend):
         q_THD = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         k_TKD = k.view(-1, layer.tp_k_head_num, layer.head_dim)
         v_TKD = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k_TKD, v_TKD)
         keys, values = self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id)
+        written, scales = (k_TKD, v_TKD), (1.0, 1.0)
+        if keys.dtype == torch.float8_e4m3fn and layer.k_scale is not None:
+            written = k_TKD.clone(), v_TKD.clone()  # the pool divides what it is given by the scales, in place
+            scales = layer.k_scale_float, layer.v_scale_float
+        self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), *written, layer.k_scale, layer.v_scale)
+        plan = forward_batch.spec_info.plan
         out_THD = hybrid_tree_attention(
-            q_THD, k_TKD, v_TKD, keys, values, forward_batch.spec_info.plan, layer.scaling, backend=self.prefix_backend
+            q_THD, k_TKD, v_TKD, keys, values, plan, layer.scaling, backend=self.prefix_backend, kv_scales=scales
         )
         return out_THD.reshape(out_THD.shape[0], -1)

@@ -29,7 +29,9 @@ class ServeSettings(Settings):
     )
     draft_sinks: int = Field(32, ge=0, description="leading tokens among them")
     lookup_min_match: int = Field(2, ge=1, description="shortest suffix match that the lookup drafter continues")
-    attention: Literal["auto", "fa3", "torch"] = Field("auto", description="backend of the prefix part of verification")
+    attention: Literal["auto", "fa3", "flashinfer", "triton", "torch"] = Field(
+        "auto", description="backend of the prefix part of verification; auto takes the first of these that is there"
+    )
     simulate_accept_length: float | None = Field(
         None, ge=1, description="benchmarks only: force this mean accept length (bonus in); the text is wrong"
     )

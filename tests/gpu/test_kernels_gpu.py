@@ -15,7 +15,7 @@ from longdraft.kernels.hybrid_attention import hybrid_tree_attention
 from longdraft.kernels.linear_cross_entropy import linear_cross_entropy
 from longdraft.kernels.packed_attention import flash_varlen, lagged_attention, packed_causal_attention
 from longdraft.kernels.plan import AttentionPlan
-from longdraft.kernels.prefix_attention import choose_backend, torch_prefix_attention
+from longdraft.kernels.prefix_attention import checked_backend, torch_prefix_attention
 from longdraft.kernels.tree_attention import ancestor_mask
 from longdraft.kernels.view_attention import View, view_attention
 
@@ -185,8 +185,8 @@ def test_the_twin_keeps_sharp_scores_exact(dtype: torch.dtype) -> None:
 
 @fa3
 def test_a_hopper_card_takes_fa3_for_half_precision_alone() -> None:
-    device = torch.device("cuda")
-    assert [choose_backend(device, d) for d in (*DTYPES, torch.float32)] == ["fa3", "fa3", "torch"]
+    cases = [make([5], [1], (8, 2, 128), d) for d in (*DTYPES, torch.float32)]
+    assert [checked_backend(None, c.q, c.k_cache, c.plan) for c in cases] == ["fa3", "fa3", "triton"]
 
 
 @pytest.mark.skipif(flash_varlen() is None, reason="needs flash_attn with a backward pass")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longdraft.kernels.dense_attention import dense_attention
 from longdraft.kernels.hybrid_attention import hybrid_tree_attention
 from longdraft.kernels.plan import AttentionPlan, consecutive_runs
-from longdraft.kernels.prefix_attention import choose_backend, gather_slots, prefix_attention
+from longdraft.kernels.prefix_attention import checked_backend, gather_slots, prefix_attention
 from longdraft.kernels.tree_attention import MAX_TREE, ancestor_mask, tree_attention
 
 
@@ -150,7 +150,22 @@ def test_a_plan_knows_its_rows() -> None:
 
 
 def test_a_cpu_reads_with_torch() -> None:
-    assert choose_backend(torch.device("cpu"), torch.bfloat16) == "torch"
+    case = make_case([3], [1], dtype=torch.bfloat16)
+    assert checked_backend(None, case.q, case.k_cache, case.plan) == "torch"
+
+
+def test_the_hybrid_reads_pages_of_16_and_float8_with_its_scales() -> None:
+    """The new tokens' own keys and values are not in the cache's units."""
+    case = make_case([37, 0], [3, 2], dtype=torch.bfloat16)
+    want = case.expected()
+    pages = torch.tensor([[2, 0, 4], [1, 1, 1]])
+    k, v = (torch.full((96, *x.shape[1:]), float("nan"), dtype=torch.float8_e4m3fn) for x in (case.k, case.v))
+    where = AttentionPlan.build(pages, [37, 0], [3, 2], 16)
+    slots = where.slots(0, 37)
+    k[slots] = (case.k_cache[case.slots[0]].float() / 0.25).to(k.dtype)
+    v[slots] = (case.v_cache[case.slots[0]].float() / 4.0).to(k.dtype)
+    out = hybrid_tree_attention(case.q, case.k, case.v, k, v, where, case.scale, case.masks, kv_scales=(0.25, 4.0))
+    torch.testing.assert_close(out.double(), want, rtol=0.1, atol=0.08)
 
 
 @pytest.mark.parametrize(
