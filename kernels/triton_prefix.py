@@ -9,7 +9,7 @@ merges the pieces of a row. Lengths stay on the device and the grids depend on s
 serves any lengths.
 
 Legend: B requests, T query rows of all requests, S cache slots, W page-list width, H query heads, K key/value heads,
-D head size, G = H / K. In kernels: M rows of a tile (G heads x query rows), N keys of a block, X programs, P pieces.
+D head size, G = H / K. In kernels: M rows of a tile (G heads x query rows), N keys of a block, P pieces.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import triton.language as tl
 from longdraft.kernels.plan import AttentionPlan
 
 LOG2E = 1.4426950408889634
-FULL = 2048  # keys of a share that is long enough for the write of its state (1.5 % of its keys' bytes at 32 rows) not to matter
+FULL = 2048  # keys of a share; longer ones call for another wave, so that the last programs to end do not end late
 PIECES = 32  # pieces that the merging kernel holds at a time
 
 
@@ -32,8 +32,8 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int
-    least: int  # programs for each multiprocessor that share a batch too small for full shares
-    most: int  # programs for each multiprocessor at most
+    resident: int  # programs that a multiprocessor holds at a time
+    waves: int  # how often the card is filled with programs, at most
 
 
 def tile_for(rows: int, size: int, element: int) -> Tile:
@@ -44,16 +44,16 @@ def tile_for(rows: int, size: int, element: int) -> Tile:
     """
     narrow = 2 if size > 128 else 1
     if element == 4:
-        return Tile(16 if rows <= 16 else 32, 32 // narrow, 4, 2, 2, 8)
+        return Tile(16 if rows <= 16 else 32, 32 // narrow, 4, 2, 2, 4)
     if rows <= 32:
-        return Tile(16 if rows <= 16 else 32, 64 // narrow, 4, 4 if element == 1 else 3, 2, 8)
-    return Tile(64, 64 // narrow, 4, 2, 2, 8) if rows <= 64 else Tile(128, 64 // narrow, 8, 2, 1, 4)
+        return Tile(16 if rows <= 16 else 32, 64 // narrow, 4, 4 if element == 1 else 3, 2, 4)
+    return Tile(64, 64 // narrow, 4, 2, 2, 4) if rows <= 64 else Tile(128, 64 // narrow, 8, 2, 1, 4)
 
 
 @triton.jit
 def _line(
     lens_ptr, cu_ptr, batch, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BATCH: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, X: tl.constexpr, X_LEAST: tl.constexpr, FULL: tl.constexpr,
+    N: tl.constexpr, WAVE: tl.constexpr, WAVES: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Where each request's blocks lie on the line: blocks of a unit, tiles of a head, end on the line; and a program's share."""
     at = tl.arange(0, BATCH)
@@ -65,23 +65,23 @@ def _line(
     work = blocks * tiles * KV_HEADS
     ends = tl.cumsum(work, 0)
     total = tl.sum(work, 0)
-    # One program a multiprocessor slot while shares are short, full shares then, and no more programs than the grid has.
-    one_wave = (total + (X_LEAST - 1)) // X_LEAST
-    share = tl.maximum(tl.maximum(tl.minimum(one_wave, FULL // N), (total + (X - 1)) // X), 1)
+    # Whole waves of programs: one more program than the card holds would take as long as twice as many.
+    waves = tl.minimum(tl.maximum((total + (WAVE * (FULL // N) - 1)) // (WAVE * (FULL // N)), 1), WAVES)
+    share = tl.maximum((total + (WAVE * waves - 1)) // (WAVE * waves), 1)
     return at, blocks, tiles, work, ends, total, share
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "pages_row"])  # a batch of another size compiles nothing
 def _pieces_kernel(
     q_ptr, k_ptr, v_ptr, pages_ptr, lens_ptr, cu_ptr, part_ptr, top_ptr, sum_ptr, batch, scale,
     q_row, q_head, k_slot, k_head, v_slot, v_head, pages_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, TILES: tl.constexpr,
     BATCH: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
-    X: tl.constexpr, X_LEAST: tl.constexpr, FULL: tl.constexpr,
+    EIGHT: tl.constexpr, WAVE: tl.constexpr, WAVES: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """One program's share of the line; a state for each unit that it touches."""
     at, blocks_B, tiles_B, work_B, ends_B, total, share = _line(
-        lens_ptr, cu_ptr, batch, KV_HEADS, GROUP, BATCH, M, N, X, X_LEAST, FULL
+        lens_ptr, cu_ptr, batch, KV_HEADS, GROUP, BATCH, M, N, WAVE, WAVES, FULL
     )
     program = tl.program_id(0)
     place = program * share
@@ -107,6 +107,10 @@ def _pieces_kernel(
         q_mask = (row < tl.load(cu_ptr + b + 1))[:, None] & in_head[None, :]
         q_at = row.to(tl.int64) * q_row + (head * GROUP + packed % GROUP) * q_head
         q = tl.load(q_ptr + q_at[:, None] + d[None, :], mask=q_mask, other=0.0)
+        if EIGHT:
+            # Float8 widens to float16 in one instruction, to bfloat16 in three, and float16 holds it exactly. Scaled queries
+            # are far from float16's end.
+            q = (q.to(tl.float32) * scale).to(tl.float16)
 
         top = tl.full([M], float("-inf"), tl.float32)
         total_weight = tl.zeros([M], tl.float32)
@@ -125,7 +129,9 @@ def _pieces_kernel(
             seen = there[:, None] & in_head[None, :]
             k = tl.load(k_ptr + (slot * k_slot + head * k_head)[:, None] + d[None, :], mask=seen, other=0.0)
             v = tl.load(v_ptr + (slot * v_slot + head * v_head)[:, None] + d[None, :], mask=seen, other=0.0)
-            score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+            score = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+            if not EIGHT:
+                score *= scale
             score = tl.where(there[None, :], score, float("-inf"))
             new_top = tl.maximum(top, tl.max(score, 1))
             weight = tl.exp2(score - new_top[:, None])
@@ -143,16 +149,16 @@ def _pieces_kernel(
         place += last - first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _merge_kernel(
     part_ptr, top_ptr, sum_ptr, lens_ptr, cu_ptr, out_ptr, lse_ptr, batch, value_scale, out_row, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr, BATCH: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PIECES: tl.constexpr,
-    X: tl.constexpr, X_LEAST: tl.constexpr, FULL: tl.constexpr,
+    WAVE: tl.constexpr, WAVES: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """The pieces of one row and head as one softmax; zeros and -inf where there are none."""
     at, blocks_B, tiles_B, work_B, ends_B, _, share = _line(
-        lens_ptr, cu_ptr, batch, KV_HEADS, GROUP, BATCH, M, N, X, X_LEAST, FULL
+        lens_ptr, cu_ptr, batch, KV_HEADS, GROUP, BATCH, M, N, WAVE, WAVES, FULL
     )
     row = tl.program_id(0)
     query_head = tl.program_id(1)
@@ -223,19 +229,19 @@ def triton_prefix_attention(
     tile = tile or tile_for(plan.max_rows * group, size, k_SKD.element_size())
     tiles, wide = triton.cdiv(plan.max_rows * group, tile.rows), max(16, triton.next_power_of_2(size))
     units, slots = batch * kv_heads * tiles, plan.pages_BW.shape[1] * plan.page_size
-    cores = multiprocessors(device)
-    programs = min(cores * tile.most, max(units * triton.cdiv(slots, tile.keys), 1))
+    wave = multiprocessors(device) * tile.resident
+    programs = min(wave * tile.waves, max(units * triton.cdiv(slots, tile.keys), 1))
     part_PMD = torch.empty(programs + units, tile.rows, wide, dtype=torch.float32, device=device)
     top_PM, sum_PM = torch.empty(2, programs + units, tile.rows, dtype=torch.float32, device=device)
     shape: dict[str, Any] = {
-        "KV_HEADS": kv_heads, "GROUP": group, "SIZE": size, "TILES": tiles, "BATCH": triton.next_power_of_2(batch),
-        "M": tile.rows, "N": tile.keys, "D": wide, "X": cores * tile.most, "X_LEAST": cores * tile.least, "FULL": FULL,
+        "KV_HEADS": kv_heads, "GROUP": group, "SIZE": size, "TILES": tiles, "BATCH": max(16, triton.next_power_of_2(batch)),
+        "M": tile.rows, "N": tile.keys, "D": wide, "WAVE": wave, "WAVES": tile.waves, "FULL": FULL,
     }  # fmt: skip
     lengths = plan.lens_B, plan.cu_rows_B1
     _pieces_kernel[(programs,)](
         q_THD, k_SKD, v_SKD, plan.pages_BW, *lengths, part_PMD, top_PM, sum_PM, batch, scale * kv_scales[0] * LOG2E,
         *q_THD.stride()[:2], *k_SKD.stride()[:2], *v_SKD.stride()[:2], plan.pages_BW.stride(0),
-        **shape, PAGE=plan.page_size, num_warps=tile.warps, num_stages=tile.stages,
+        **shape, PAGE=plan.page_size, EIGHT=k_SKD.dtype == torch.float8_e4m3fn, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     _merge_kernel[(rows, heads)](
         part_PMD, top_PM, sum_PM, *lengths, out_THD, lse_TH, batch, kv_scales[1], *out_THD.stride()[:2],

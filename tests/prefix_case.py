@@ -1,13 +1,12 @@
 """Random page lists over a poisoned cache, for the prefix part alone, and what float64 says of them.
 
-Legend: T query rows, S cache slots, H query heads, K key/value heads, D head size.
+Legend: T query rows (R of one request), N keys, S cache slots, H query heads, K key/value heads, D head size.
 """
 
 import random
 from dataclasses import dataclass
 
 import torch
-from attention_case import dense_reference
 
 from longdraft.kernels.plan import AttentionPlan
 
@@ -27,12 +26,16 @@ class PrefixCase:
     kv_scales: tuple[float, float]
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float64 output and natural log-sum-exp, on the CPU."""
-        parts = []
+        """Float64 output and natural log-sum-exp, moved to the CPU."""
+        outs, lses = [], []
         for b, slots in enumerate(self.slots):
-            q, k, v = self.q[self.plan.rows_of(b)].cpu(), self.k[slots].cpu(), self.v[slots].cpu()
-            parts.append(dense_reference(q, k.double() * self.kv_scales[0], v.double() * self.kv_scales[1], self.scale))
-        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+            q_RHD = self.q[self.plan.rows_of(b)].double()
+            group = q_RHD.shape[1] // self.k.shape[1]
+            k_NHD, v_NHD = (x[slots].double().repeat_interleave(group, 1) for x in (self.k, self.v))
+            score_RHN = torch.einsum("rhd,nhd->rhn", q_RHD, k_NHD) * self.scale * self.kv_scales[0]
+            outs.append(torch.einsum("rhn,nhd->rhd", score_RHN.softmax(-1), v_NHD) * self.kv_scales[1])
+            lses.append(score_RHN.logsumexp(-1))
+        return torch.cat(outs).cpu(), torch.cat(lses).cpu()
 
     def check(self, out_THD: torch.Tensor, lse_TH: torch.Tensor, looser: float = 1.0) -> None:
         """Both results against :meth:`expected`, in what the queries' dtype can hold."""

@@ -32,7 +32,7 @@ def test_ragged_batches_equal_float64(dtype: torch.dtype, page_size: int) -> Non
 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_batch_however_the_line_is_cut(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random lengths, rows, groups and head sizes; shares of a wave, full ones, and those of as many programs as there are."""
+    """Random lengths, rows, groups and head sizes; one wave of programs and several, more than there are blocks and fewer."""
     rng = random.Random(seed)
     requests, kv_heads, group = rng.randint(1, 5), rng.randint(1, 3), rng.choice([1, 2, 3, 5])
     case = make_prefix_case(
@@ -44,9 +44,10 @@ def test_any_batch_however_the_line_is_cut(seed: int, monkeypatch: pytest.Monkey
         page_size=rng.choice([1, 4, 16]),
         seed=seed,
     )
-    for least, most, full in ((1, 1, 2048), (2, 7, 2048), (1, 9, 48)):
+    for resident, waves, full in ((1, 1, 2048), (5, 2, 2048), (1, 9, 48)):
         monkeypatch.setattr(triton_prefix, "FULL", full)
-        check(case, SMALL._replace(least=least, most=most))
+        monkeypatch.setattr(triton_prefix, "PIECES", 2)  # the pieces of a row in several goes
+        check(case, SMALL._replace(resident=resident, waves=waves))
 
 
 def test_rows_beyond_a_tile_take_several() -> None:
@@ -115,7 +116,7 @@ def test_every_program_has_an_equal_share_and_every_block_one_program(monkeypatc
 
     monkeypatch.setattr(triton_prefix.torch, "empty", marked)
     monkeypatch.setattr(triton_prefix, "multiprocessors", lambda device: 5)
-    check(case, SMALL._replace(least=1, most=2))
+    check(case, SMALL)
     states = next(x for x in made if x.shape[0] == 2)[1]  # the weights of each piece's rows
     written = (states != -1).any(1).nonzero().flatten().tolist()
     blocks = [-(-n // 16) * 2 for n in lens]  # of both heads; no request has more than one tile of rows

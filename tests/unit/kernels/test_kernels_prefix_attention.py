@@ -14,9 +14,10 @@ from interpreter import run_interpreted
 from prefix_case import PrefixCase, make_prefix_case
 
 from longdraft.errors import UserError
-from longdraft.kernels import fa3, flashinfer_prefix, prefix_attention, prefix_fit
+from longdraft.kernels import fa3, flashinfer_prefix, prefix_attention, prefix_fit, triton_prefix
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import BACKENDS, checked_backend
+from longdraft.kernels.triton_prefix import Tile, tile_for
 
 FP8 = torch.float8_e4m3fn
 LENS, ROWS = [0, 17, 16, 1, 0, 70], [3, 1, 6, 0, 1, 2]
@@ -115,6 +116,48 @@ def test_the_first_backend_that_can_is_taken(monkeypatch: pytest.MonkeyPatch) ->
         choose(b, b, name="flashinfer")
     with pytest.raises(UserError, match=r"takes a cache of the queries' torch.bfloat16 or of torch.float8_e4m3fn"):
         choose(b, h, name="triton")
+
+
+def compiled(rows: int, cache: str, page_size: int) -> tuple[Any, Tile]:
+    """The first kernel, built for an H100 as it would be for 8 key/value heads of 128 with 4 query heads each."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    tile, kernel = tile_for(rows * 4, 128, 1 if cache == "fp8e4nv" else 2), triton_prefix._pieces_kernel
+    fixed = {
+        "KV_HEADS": 8, "GROUP": 4, "SIZE": 128, "PAGE": page_size, "TILES": 1, "BATCH": 16, "M": tile.rows, "N": tile.keys,
+        "D": 128, "EIGHT": cache == "fp8e4nv", "WAVE": 132 * tile.resident, "WAVES": tile.waves, "FULL": triton_prefix.FULL,
+    }  # fmt: skip
+    kinds = {"q_ptr": "*bf16", "k_ptr": f"*{cache}", "v_ptr": f"*{cache}", "scale": "fp32"}
+    kinds |= dict.fromkeys(("pages_ptr", "lens_ptr", "cu_ptr"), "*i32")
+    kinds |= dict.fromkeys(("part_ptr", "top_ptr", "sum_ptr"), "*fp32")
+    signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in kernel.arg_names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name] != "constexpr" and name not in ("scale", "batch", "pages_row")
+    }
+    constants = {(i,): fixed[name] for i, name in enumerate(kernel.arg_names) if name in fixed}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options), tile
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(
+    ("rows", "cache", "blocks"), [(1, "bf16", 2), (6, "bf16", 2), (6, "fp8e4nv", 3), (16, "bf16", 2), (128, "bf16", 2)]
+)
+def test_built_for_an_h100_the_loop_reads_ahead_and_programs_fit(
+    rows: int, cache: str, blocks: int, page_size: int
+) -> None:
+    """A load that waits for a load would keep a single block of keys in flight, and halve the bandwidth that is reached."""
+    built, tile = compiled(rows, cache, page_size)
+    loops = built.asm["ttgir"].split("scf.for ")
+    assert len(loops) == 2
+    copies = loops[1].split("scf.yield")[0].count("async_copy_global_to_local")
+    assert copies >= 2, "keys and values are copied past the registers"
+    assert f"memdesc<{blocks}x{tile.keys}x128x" in loops[0]
+    assert built.metadata.shared * tile.resident <= 227 << 10
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
