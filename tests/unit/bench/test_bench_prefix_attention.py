@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from interpreter import run_interpreted
 
 from longdraft.bench import prefix_attention as bench
 from longdraft.kernels.prefix_attention import BACKENDS
@@ -45,3 +46,7 @@ def test_without_a_card_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main() == 2
     assert "measured on a GPU, and there is none" in capsys.readouterr().err
+
+
+def test_sglangs_own_verification_is_called_rightly() -> None:
+    run_interpreted("sglang_verify_cases.py")
