@@ -1,12 +1,11 @@
 """Hybrid tree attention: a page-list prefix part and a masked part over the new tokens, merged by log-sum-exp.
 
-Legend: B requests, T new tokens of all requests, S cache slots, H query heads, K key/value heads, D head size.
+Legend: B requests, T new tokens of all requests, W words, S cache slots, H query heads, K key/value heads, D head size.
 """
 
 import torch
 
 from longdraft.kernels.fa3 import fa3_chain_attention
-from longdraft.kernels.merge import merge_attention
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import checked_backend, prefix_attention
 from longdraft.kernels.tree_attention import tree_attention
@@ -20,7 +19,7 @@ def hybrid_tree_attention(
     v_SKD: torch.Tensor,
     plan: AttentionPlan,
     scale: float,
-    masks: list[torch.Tensor] | None = None,
+    bits_TW: torch.Tensor | None = None,
     backend: str | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
 ) -> torch.Tensor:
@@ -32,17 +31,16 @@ def hybrid_tree_attention(
             stored already at the slots that the plan names behind the prefix.
         plan: page lists, lengths and row offsets.
         scale: factor of the scores.
-        masks: a tree's visibility, one matrix a request; None means a chain.
-        backend: the prefix part's backend; None takes the fastest that is there.
+        bits_TW: a tree's visibility, int64 bits a row (:mod:`longdraft.kernels.tree_bits`); None means a chain.
+        backend: the prefix part's backend; None takes the fastest that is there. ``"torch"`` is the twin of the whole.
         kv_scales: what a float8 cache's keys and values are to be multiplied by; the new tokens' own are not scaled.
 
     Returns:
         Output ``[T, H, D]`` in the queries' dtype; zeros in a row for which both parts are empty.
     """
     backend = checked_backend(backend, q_THD, k_SKD, plan)
-    if backend == "fa3" and masks is None:
+    if backend == "fa3" and bits_TW is None:
         return fa3_chain_attention(q_THD, k_SKD, v_SKD, plan, scale, kv_scales)
-    prefix_out, prefix_lse = prefix_attention(q_THD, k_SKD, v_SKD, plan, scale, backend, kv_scales)
-    tree_out, tree_lse = tree_attention(q_THD, k_TKD, v_TKD, plan, scale, masks)
-    out_THD, _ = merge_attention(torch.stack([prefix_out, tree_out]), torch.stack([prefix_lse, tree_lse]))
-    return out_THD
+    prefix = prefix_attention(q_THD, k_SKD, v_SKD, plan, scale, backend, kv_scales)
+    tree_backend = "torch" if backend == "torch" else "triton"
+    return tree_attention(q_THD, k_TKD, v_TKD, plan, scale, bits_TW, onto=prefix, backend=tree_backend)[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from longdraft.kernels.plan import AttentionPlan
-from longdraft.kernels.tree_attention import ancestor_mask
+from longdraft.kernels.tree_bits import words
 
 
 def dense_reference(
@@ -32,6 +32,26 @@ def dense_reference(
     return out, lse
 
 
+def ancestor_mask(parents: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Visibility inside a tree, ``[n, n]`` bool: a node sees itself and its ancestors; parents come before children."""
+    mask = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask.to(device)
+
+
+def bits_of(masks: list[torch.Tensor]) -> torch.Tensor:
+    """Masks of a batch, one bool matrix a request, as the int64 words that kernels take, bit by bit."""
+    bits = torch.zeros(sum(map(len, masks)), words(max((m.shape[1] for m in masks), default=0)), dtype=torch.int64)
+    first = 0
+    for mask in masks:
+        for row, key in mask.nonzero().tolist():
+            bits[first + row, key // 64] |= torch.tensor(1) << key % 64
+        first += len(mask)
+    return bits.to(masks[0].device)
+
+
 @dataclass
 class Case:
     """New tokens, a cache whose unlisted slots hold NaN, and a plan over it; ``slots[b]`` are request b's prefix slots."""
@@ -45,6 +65,10 @@ class Case:
     masks: list[torch.Tensor]
     slots: list[list[int]]
     scale: float
+
+    @property
+    def bits(self) -> torch.Tensor:
+        return bits_of(self.masks)
 
     def expected(self, causal: bool = False) -> torch.Tensor:
         """Hybrid attention of every request by the reference, float64."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from attention_case import ancestor_mask, bits_of
 
 from longdraft.kernels.fa3 import fa3_available, fa3_chain_attention, fa3_prefix_attention
 from longdraft.kernels.gumbel import MASK, gumbel_argmax, murmur_hash, torch_gumbel_argmax
@@ -16,7 +17,6 @@ from longdraft.kernels.linear_cross_entropy import linear_cross_entropy
 from longdraft.kernels.packed_attention import flash_varlen, lagged_attention, packed_causal_attention
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import checked_backend, torch_prefix_attention
-from longdraft.kernels.tree_attention import ancestor_mask
 from longdraft.kernels.view_attention import View, view_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -149,9 +149,9 @@ def test_fa3_chain_equals_the_reference_and_the_hybrid(
     want, _ = case.expected("chain")
     close(fa3_chain_attention(case.q, case.k_cache, case.v_cache, case.plan, case.scale), want, dtype)
     causal = [torch.ones_like(mask).tril() for mask in case.masks]
-    for backend, masks in (("fa3", None), ("fa3", causal), ("torch", None)):
+    for backend, bits in (("fa3", None), ("fa3", bits_of(causal)), ("torch", None)):
         out = hybrid_tree_attention(
-            case.q, case.k, case.v, case.k_cache, case.v_cache, case.plan, case.scale, masks, backend
+            case.q, case.k, case.v, case.k_cache, case.v_cache, case.plan, case.scale, bits, backend
         )
         close(out, want, dtype)
 
@@ -167,7 +167,7 @@ def test_hybrid_trees_on_fa3_equal_the_reference(
     want, _ = case.expected("masks")
     for backend in ("fa3", "torch"):
         out = hybrid_tree_attention(
-            case.q, case.k, case.v, case.k_cache, case.v_cache, case.plan, case.scale, case.masks, backend
+            case.q, case.k, case.v, case.k_cache, case.v_cache, case.plan, case.scale, bits_of(case.masks), backend
         )
         close(out, want, dtype)
 
@@ -178,7 +178,7 @@ def test_the_twin_keeps_sharp_scores_exact(dtype: torch.dtype) -> None:
     case = make([1500, 0], [5, 3], (8, 2, 128), dtype, sharp=8.0)
     want, _ = case.expected("masks")
     out = hybrid_tree_attention(
-        case.q, case.k, case.v, case.k_cache, case.v_cache, case.plan, case.scale, case.masks, "torch"
+        case.q, case.k, case.v, case.k_cache, case.v_cache, case.plan, case.scale, bits_of(case.masks), "torch"
     )
     close(out, want, dtype)
 

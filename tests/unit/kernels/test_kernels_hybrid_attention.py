@@ -1,11 +1,10 @@
 """Hybrid tree attention over page lists against the dense reference (A1, A3, A5 to A8)."""
 
 import dataclasses
-import random
 
 import pytest
 import torch
-from attention_case import Case, make_case, random_parents
+from attention_case import Case, ancestor_mask, bits_of, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,12 +12,13 @@ from longdraft.kernels.dense_attention import dense_attention
 from longdraft.kernels.hybrid_attention import hybrid_tree_attention
 from longdraft.kernels.plan import AttentionPlan, consecutive_runs
 from longdraft.kernels.prefix_attention import checked_backend, gather_slots, prefix_attention
-from longdraft.kernels.tree_attention import MAX_TREE, ancestor_mask, tree_attention
+from longdraft.kernels.tree_attention import MAX_TREE, tree_attention
 
 
 def hybrid(case: Case, masks: list[torch.Tensor] | None) -> torch.Tensor:
+    bits = None if masks is None else bits_of(masks)
     return hybrid_tree_attention(
-        case.q, case.k, case.v, case.k_cache, case.v_cache, case.plan, case.scale, masks, "torch"
+        case.q, case.k, case.v, case.k_cache, case.v_cache, case.plan, case.scale, bits, "torch"
     )
 
 
@@ -56,7 +56,7 @@ def test_a_tree_in_another_order_gives_the_same_rows() -> None:
 def test_the_tree_part_is_the_request_alone() -> None:
     """Rows of one request never read another's new tokens, under masks as under the causal default."""
     case = make_case([4, 0, 9], [3, 5, 2], seed=5)
-    together = tree_attention(case.q, case.k, case.v, case.plan, case.scale, case.masks)
+    together = tree_attention(case.q, case.k, case.v, case.plan, case.scale, bits_of(case.masks))
     for b in range(3):
         rows = case.plan.rows_of(b)
         alone = dense_attention(case.q[rows], case.k[rows], case.v[rows], case.scale, case.masks[b])
@@ -113,30 +113,18 @@ def test_the_prefix_part_of_an_empty_prefix_is_zero_and_minus_infinity() -> None
     assert lse[2].isfinite().all()
 
 
-def test_ancestor_mask_follows_the_parents() -> None:
-    parents = random_parents(12, random.Random(4))
-    mask = ancestor_mask(parents)
-    for node in range(12):
-        seen, up = set(), node
-        while up != -1:
-            seen.add(up)
-            up = parents[up]
-        assert set(mask[node].nonzero().flatten().tolist()) == seen
-    chain = ancestor_mask([-1, 0, 1, 2])
-    assert torch.equal(chain, torch.ones(4, 4, dtype=torch.bool).tril()), "a chain is the causal mask (A6)"
-
-
 def test_bad_trees_and_plans_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"parents\[1\] = 2 must be smaller than 1"):
-        ancestor_mask([-1, 2, 0])
     pages = torch.zeros(2, 3, dtype=torch.int32)
     with pytest.raises(ValueError, match="2 page lists got 1 lengths"):
         AttentionPlan.build(pages, [1], [1, 1])
     with pytest.raises(ValueError, match="reads 4 slots, its page list holds 3"):
         AttentionPlan.build(pages, [4, 1], [1, 1])
     case = make_case([1], [MAX_TREE + 1])
-    with pytest.raises(ValueError, match="129 new tokens"):
+    with pytest.raises(ValueError, match="129 new tokens, tree attention takes at most 128"):
         tree_attention(case.q, case.k, case.v, case.plan, case.scale)
+    case = make_case([1], [65])
+    with pytest.raises(ValueError, match="65 new tokens, its bits name 64"):
+        tree_attention(case.q, case.k, case.v, case.plan, case.scale, bits_of(case.masks)[:, :1])
 
 
 def test_a_plan_knows_its_rows() -> None:
@@ -164,7 +152,7 @@ def test_the_hybrid_reads_pages_of_16_and_float8_with_its_scales() -> None:
     slots = where.slots(0, 37)
     k[slots] = (case.k_cache[case.slots[0]].float() / 0.25).to(k.dtype)
     v[slots] = (case.v_cache[case.slots[0]].float() / 4.0).to(k.dtype)
-    out = hybrid_tree_attention(case.q, case.k, case.v, k, v, where, case.scale, case.masks, kv_scales=(0.25, 4.0))
+    out = hybrid_tree_attention(case.q, case.k, case.v, k, v, where, case.scale, case.bits, kv_scales=(0.25, 4.0))
     torch.testing.assert_close(out.double(), want, rtol=0.1, atol=0.08)
 
 
