@@ -114,18 +114,22 @@ def _tree_kernel(
     tl.store(lse_ptr + row * (KV_HEADS * GROUP) + query_head, lse, mask=live)
 
 
-def tile_rows(units: int, packed: int, cores: int) -> int:
-    """Packed rows of a tile: the most that leave every multiprocessor a program, or 16.
+def tile_for(units: int, packed: int, wide: int, element: int, cores: int) -> tuple[int, int]:
+    """Packed rows and keys of a tile: the most rows that leave every multiprocessor a program, and no spilled register.
 
     Args:
         units: requests times key/value heads.
         packed: packed rows of the longest request.
+        wide: head size, rounded up to a power of two, at most 256.
+        element: bytes of a number; four are multiplied without tensor cores, which takes many registers.
         cores: multiprocessors.
     """
+    if element == 4:
+        return 16, 16
     for rows in (64, 32):
-        if packed > rows // 2 and units * -(-packed // rows) >= cores:
-            return rows
-    return 16
+        if rows * wide <= 8192 and packed > rows // 2 and units * triton.cdiv(packed, rows) >= cores:
+            return rows, min(WORD, 4096 // wide)
+    return 16, min(WORD, 4096 // wide)
 
 
 def triton_tree_attention(
@@ -141,7 +145,7 @@ def triton_tree_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`longdraft.kernels.tree_attention.tree_attention` in Triton, for bfloat16, float16 and float32.
 
-    ``tile`` names packed rows and keys of a tile, powers of two from 16, keys up to 64; None takes what suits the shapes.
+    ``tile`` names packed rows and keys of a tile, powers of two from 16, keys up to 64; None takes :func:`tile_for`'s.
     """
     rows, heads, size = q_THD.shape
     kv_heads, device = k_NKD.shape[1], q_THD.device
@@ -153,8 +157,7 @@ def triton_tree_attention(
     batch, group, wide = len(plan), heads // kv_heads, max(16, triton.next_power_of_2(size))
     if tile is None:
         cores = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        longest = plan.max_rows if bits_TW is None else bits_TW.shape[1] * WORD
-        tile = tile_rows(batch * kv_heads, plan.max_rows * group, cores), 64 if longest > 32 and wide <= 128 else 32
+        tile = tile_for(batch * kv_heads, plan.max_rows * group, wide, q_THD.element_size(), cores)
     part, part_lse = onto or (out_THD, lse_TH)
     part = part if part.stride(-1) == 1 else part.contiguous()
     bits = plan.cu_rows_B1 if bits_TW is None else bits_TW

@@ -10,7 +10,7 @@ from tree_case import check, make_tree_case, merged_reference, other_part
 
 from longdraft.kernels.hybrid_attention import hybrid_tree_attention
 from longdraft.kernels.triton_merge import triton_merge_attention
-from longdraft.kernels.triton_tree import tile_rows, triton_tree_attention
+from longdraft.kernels.triton_tree import tile_for, triton_tree_attention
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAN = float("nan")
@@ -177,8 +177,10 @@ def test_the_hybrid_takes_the_kernels_by_name() -> None:
 
 
 def test_tiles_leave_every_multiprocessor_a_program_where_there_is_work_for_it() -> None:
-    assert tile_rows(8, 69 * 4, 132) == 16  # one request: 144 programs
-    assert tile_rows(16 * 8, 69 * 4, 132) == 64
-    assert tile_rows(16 * 8, 6 * 4, 132) == 16  # 24 packed rows: 256 programs of 16 fill the card, 128 of 32 do not
-    assert tile_rows(32 * 8, 6 * 4, 132) == 32
-    assert tile_rows(64 * 8, 4, 132) == 16
+    assert tile_for(8, 69 * 4, 128, 2, 132) == (16, 32)  # one request: 144 programs
+    assert tile_for(16 * 8, 69 * 4, 128, 2, 132) == (64, 32)
+    assert tile_for(16 * 8, 6 * 4, 128, 2, 132) == (16, 32)  # 24 packed rows: 256 programs of 16, 128 of 32
+    assert tile_for(32 * 8, 6 * 4, 64, 2, 132) == (32, 64)
+    assert tile_for(64 * 8, 4, 128, 2, 132) == (16, 32)
+    assert tile_for(64 * 8, 69 * 4, 256, 2, 132) == (32, 16)
+    assert tile_for(64 * 8, 69 * 4, 128, 4, 132) == (16, 16)
