@@ -49,7 +49,10 @@ HELD_OUT_LENGTH = 45000  # characters that a held-out document has at least
 HELD_OUT_BOOKS = 0.88  # of each translation, what lies behind this share is held out; what lies just before is left out
 GAP_OF_BOOKS = 0.85  # the same passages stand at slightly different places in the translations
 KINDS = {"code": 0.66, "book": 0.14, "prose": 0.12}  # share of the records; the JSONL files divide the rest
-LONGEST, RECORDS = 33000, 6000  # characters and number of the training text's records: a full context of the demo's model
+LONGEST, RECORDS = (
+    33000,
+    6000,
+)  # characters and number of the training text's records: a full context of the demo's model
 SHORT, PROMPTS = 900, 12000  # characters and number of the texts that prompts are cut from
 CHATS, CHAT_LENGTHS = 3000, (200, 2500)  # number of questions, and characters of the texts that they are about
 TASKS = (
