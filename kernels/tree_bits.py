@@ -52,3 +52,11 @@ def unpack_bits(bits_RW: torch.Tensor, keys: int) -> torch.Tensor:
     """The bool mask ``[R, keys]`` of packed bits; leading dimensions may be any."""
     bit_RWX = (bits_RW[..., None] >> torch.arange(WORD, device=bits_RW.device)) & 1
     return bit_RWX.flatten(-2)[..., :keys].bool()
+
+
+def pack_bits(mask_RN: torch.Tensor) -> torch.Tensor:
+    """Bits of a bool mask ``[R, N]``, int64 ``[R, W]``; leading dimensions may be any."""
+    keys = mask_RN.shape[-1]
+    padded = torch.nn.functional.pad(mask_RN, (0, words(keys) * WORD - keys)).unflatten(-1, (-1, WORD))
+    one_X = torch.ones(WORD, dtype=torch.int64, device=mask_RN.device)
+    return (padded.long() * (one_X << torch.arange(WORD, device=mask_RN.device))).sum(-1)
