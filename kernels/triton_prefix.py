@@ -22,7 +22,7 @@ from longdraft.kernels.plan import AttentionPlan
 
 LOG2E = 1.4426950408889634
 FULL = 2048  # keys of a share; longer ones call for another wave, so that the last programs to end do not end late
-PIECES = 32  # pieces that the merging kernel holds at a time
+PIECES = 16  # pieces that the merging kernel holds at a time
 
 
 class Tile(NamedTuple):
@@ -245,6 +245,6 @@ def triton_prefix_attention(
     )  # fmt: skip
     _merge_kernel[(rows, heads)](
         part_PMD, top_PM, sum_PM, *lengths, out_THD, lse_TH, batch, kv_scales[1], *out_THD.stride()[:2],
-        **shape, PIECES=PIECES, num_warps=4,
+        **shape, PIECES=PIECES, num_warps=2,
     )  # fmt: skip
     return out_THD, lse_TH
