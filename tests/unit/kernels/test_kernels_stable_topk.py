@@ -30,7 +30,7 @@ def test_many_ties_among_many_rows() -> None:
     """Half-precision scores: three values over 5000 entries."""
     scores = torch.randint(-2, 1, (2, 3, 5000), generator=torch.Generator().manual_seed(0)).float()
     score, index = stable_topk(scores, 64)
-    order = scores.sort(-1, descending=True, stable=True)
+    order = scores.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(index, order.indices[..., :64])
     assert torch.equal(score, order.values[..., :64])
 
