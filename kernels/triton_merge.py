@@ -39,10 +39,9 @@ def _merge_kernel(
         # A part without keys has weight zero and is not computed with, whatever it holds; a NaN weight is no zero and shows.
         out = tl.load(out_ptr + part * out_part + out_at, mask=here & (weight != 0)[:, None], other=0.0)
         acc += out.to(tl.float32) * weight[:, None]
-    empty = total == 0
-    merged = acc / tl.where(empty, 1.0, total)[:, None]
+    merged = acc / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(into_ptr + x[:, None] * SIZE + d[None, :], merged.to(into_ptr.dtype.element_ty), mask=here)
-    tl.store(into_lse_ptr + x, tl.where(empty, float("-inf"), top + tl.log(total)), mask=there)
+    tl.store(into_lse_ptr + x, top + tl.log(total), mask=there)
 
 
 def triton_merge_attention(out_PTHD: torch.Tensor, lse_PTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

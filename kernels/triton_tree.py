@@ -88,9 +88,8 @@ def _tree_kernel(
         acc = tl.dot(weight.to(q.dtype), v, acc * fade[:, None], input_precision="ieee")
         top = new_top
 
-    empty = total == 0
-    lse = tl.where(empty, float("-inf"), (top + tl.log2(total)) * LN2)
-    out = acc / tl.where(empty, 1.0, total)[:, None]
+    lse = (top + tl.log2(total)) * LN2  # -inf in a row that has seen nothing
+    out = acc / tl.where(total == 0, 1.0, total)[:, None]
     out = tl.where(broken_reads[:, None] != 0, float("nan"), out)
     if ONTO:
         part_lse = tl.load(
@@ -103,12 +102,10 @@ def _tree_kernel(
         mine = tl.exp(lse - most)
         theirs = tl.exp(part_lse - most)
         both = mine + theirs
-        empty = both == 0
-        # An empty part's output is not read, whatever it holds; a NaN weight is no zero and shows.
-        out = tl.where(mine[:, None] != 0, out * mine[:, None], 0.0)
-        out += tl.where(theirs[:, None] != 0, part * theirs[:, None], 0.0)
-        out = out / tl.where(empty, 1.0, both)[:, None]
-        lse = tl.where(empty, float("-inf"), most + tl.log(both))
+        # An empty part's output is not computed with, whatever it holds; a NaN weight is no zero and shows.
+        out = out * mine[:, None] + tl.where(theirs[:, None] != 0, part * theirs[:, None], 0.0)
+        out = out / tl.where(both == 0, 1.0, both)[:, None]
+        lse = most + tl.log(both)
     out_at = (row * out_row + query_head * out_head)[:, None] + d[None, :]
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=here)
     tl.store(lse_ptr + row * (KV_HEADS * GROUP) + query_head, lse, mask=live)

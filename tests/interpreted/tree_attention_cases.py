@@ -50,9 +50,10 @@ def test_any_mask_over_any_keys(seed: int) -> None:
 def test_the_largest_tree_uses_the_sign_bits_of_both_words() -> None:
     case = make_tree_case([128], heads=2, kv_heads=1, masks="chains")
     assert (case.bits < 0).any(0).all()
-    for bits in (case.bits, None):
-        got = triton_tree_attention(case.q, case.k, case.v, case.plan, case.scale, bits, tile=(64, 64))
-        check(got, case.expected(), torch.float32)
+    want = case.expected()
+    for bits, keys in ((case.bits, 64), (None, 64), (None, 16)):
+        got = triton_tree_attention(case.q, case.k, case.v, case.plan, case.scale, bits, tile=(64, keys))
+        check(got, want, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -104,6 +105,17 @@ def test_rows_without_bits_are_zero_and_minus_infinity() -> None:
     assert torch.equal(both[0][[0, 6]], out[[0, 6]]), "an empty prefix leaves the tree as it is"
 
 
+def test_bits_behind_a_requests_keys_name_nothing() -> None:
+    """What stands there are the next request's keys, or nothing at all."""
+    case = make_tree_case([5, 7, 3], masks="any")
+    args = case.q, case.k, case.v, case.plan, case.scale
+    bits = case.bits
+    for b, n in enumerate((5, 7, 3)):
+        bits[case.plan.rows_of(b), 0] |= -1 << n
+    for a, b in zip(triton_tree_attention(*args, bits), triton_tree_attention(*args, case.bits), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_huge_scores_stay_finite() -> None:
     """A4: scores of +-1e4 in the tree, log-sum-exps of +-1e4 in the other part."""
     case = make_tree_case([20], masks="any")
@@ -128,10 +140,10 @@ def test_nodes_in_another_order_give_the_same_rows() -> None:
 
 
 def test_strided_inputs_and_a_transposed_log_sum_exp() -> None:
-    """Queries, keys and values as slices of one projection, the log-sum-exp as FlashAttention-3 hands it over."""
+    """Queries and values as slices of a projection, keys rotated anew, the log-sum-exp as FlashAttention-3 hands it over."""
     case = make_tree_case([5, 9], masks="any")
-    both = torch.cat([case.q, case.k, case.v], 1)
-    q, k, v = both.split([4, 2, 2], 1)
+    q, _, v = torch.cat([case.q, case.k, case.v], 1).split([4, 2, 2], 1)
+    k = case.k
     out, lse = other_part(case)
     onto = out.mT.contiguous().mT, lse.t().contiguous().t()
     got = triton_tree_attention(q, k, v, case.plan, case.scale, case.bits, onto=onto)
