@@ -1,16 +1,19 @@
 """Sampling parameters of verification rows, and the choice of a token from processed logits.
 
-Legend: N rows, V vocabulary.
+Legend: N rows, V vocabulary; B requests, M nodes of one depth of a tree, D the draft's vocabulary.
 """
 
 import hashlib
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from longdraft.kernels.gumbel import gumbel_argmax
+from longdraft.kernels.gumbel import gumbel_argmax, gumbel_noise
+
+CUT = 2.0  # nats
 
 
 def seed_of(req: Any) -> int:
@@ -54,6 +57,53 @@ class RowParams:
             all(p.top_k <= 1 for p in params),
             any(p.top_k > 1 and (p.top_k < (1 << 30) or p.top_p != 1.0 or p.min_p > 0) for p in params),
         )
+
+    def repeat(self, count: int) -> "RowParams":
+        """``count`` rows in place of each one, as the places of a tree; made on the device."""
+        if count == 1:
+            return self
+        more = partial(torch.repeat_interleave, repeats=count, dim=0)
+        return RowParams(
+            more(self.temperature_N1),
+            more(self.top_k_N1),
+            more(self.top_p_N1),
+            more(self.min_p_N1),
+            more(self.seed_N),
+            more(self.greedy_N),
+            self.greedy,
+            self.filtered,
+        )
+
+    def scores(
+        self, logits_BMD: torch.Tensor, position_B: torch.Tensor, id_D: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """How likely the target's choice behind each node is to be each token, as far as a draft knows: float32 logarithms.
+
+        The score of :mod:`longdraft.draft_models.draft_tree`: ``log q`` for greedy rows, ``log_softmax(log q + G)`` for the
+        others, q being the draft's distribution at the request's temperature, and G the noise that the target will choose
+        with. Nodes of one depth share a position, and so their noise.
+
+        What top-k, top-p and min-p leave out of the draft's distribution is not taken out, but :data:`CUT` less likely: the
+        target cuts its own distribution, which a draft only knows about (bench/tree_scores.py compares).
+
+        Args:
+            logits_BMD: the draft's, for the nodes of one depth; one row of these parameters a request.
+            position_B: the nodes' position.
+            id_D: int64 target ids of the draft's vocabulary; None where it is the target's.
+        """
+        plain_BMD = torch.log_softmax(logits_BMD.float(), -1)
+        if self.greedy:
+            return plain_BMD
+        batch, nodes, size = logits_BMD.shape
+        rows = self.repeat(nodes)
+        log_ND = torch.log_softmax(logits_BMD.float().flatten(0, 1) / rows.temperature_N1, -1)
+        if self.filtered:
+            log_ND = torch.where(rows._filter(log_ND.exp()) > 0, log_ND, log_ND - CUT)
+        if id_D is None:
+            id_D = torch.arange(size, device=logits_BMD.device)
+        noise_BD = gumbel_noise(self.seed_N, position_B, id_D).float()
+        noisy_BMD = log_ND.view(batch, nodes, size) + noise_BD[:, None]
+        return torch.where(self.greedy_N[:, None, None], plain_BMD, torch.log_softmax(noisy_BMD, -1))
 
     def choose(self, logits_NV: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
         """The target's (or the draft's) choice of each row, int64 ``[N]``.

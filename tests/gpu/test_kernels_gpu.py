@@ -219,7 +219,7 @@ def test_the_hash_is_the_seeded_samplers() -> None:
     hashing = pytest.importorskip("sglang.srt.layers.utils.hash")
     _, seed, position = rows_of_noise(257, 1003)
     theirs = hashing.murmur_hash32(seed.to(torch.uint64), position, torch.arange(1003, device="cuda"))
-    assert torch.equal(theirs.to(torch.int64), murmur_hash(seed, position, 1003))
+    assert torch.equal(theirs.to(torch.int64), murmur_hash(seed, position, torch.arange(1003, device="cuda")))
 
 
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 151_936), (2048, 32_000), (333, 128_256), (4000, 17)])
@@ -229,7 +229,10 @@ def test_choices_are_the_seeded_samplers(rows: int, vocab: int) -> None:
     logprob, seed, position = rows_of_noise(rows, vocab)
     theirs = sampler.multinomial_with_seed(logprob, seed, position).view(-1)
     sane = torch.cat(
-        [(murmur_hash(s, p, vocab) != MASK).all(1) for s, p in zip(seed.split(64), position.split(64), strict=True)]
+        [
+            (murmur_hash(s, p, torch.arange(vocab, device="cuda")) != MASK).all(1)
+            for s, p in zip(seed.split(64), position.split(64), strict=True)
+        ]
     )
     assert int(sane.sum()) >= rows - 2
     pieces = zip(logprob.split(256), seed.split(256), position.split(256), strict=True)
@@ -242,7 +245,7 @@ def test_choices_are_the_seeded_samplers(rows: int, vocab: int) -> None:
 def test_the_infinite_hash_never_wins() -> None:
     """Seed 7, position 34,292 and token 18,839 hash to the largest value, which is a uniform of exactly 1."""
     seed, position, token, vocab = torch.tensor([7]).cuda(), torch.tensor([34_292]).cuda(), 18_839, 1 << 17
-    assert int(murmur_hash(seed, position, vocab)[0, token]) == MASK
+    assert int(murmur_hash(seed, position, torch.arange(vocab, device="cuda"))[0, token]) == MASK
     logprob = torch.full((1, vocab), -50.0, device="cuda")
     logprob[0, 5] = 0.0
     for value in (-50.0, float("-inf")):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longdraft.kernels.gumbel import MASK, gumbel_argmax, murmur_hash, torch_gumbel_argmax
+from longdraft.kernels.gumbel import MASK, gumbel_argmax, gumbel_noise, murmur_hash, torch_gumbel_argmax
 
 
 def rotate(x: int, bits: int) -> int:
@@ -60,7 +60,7 @@ def place_of_hash(wanted: int, vocab: int) -> tuple[int, int]:
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(-(1 << 63), (1 << 63) - 1), position=st.integers(0, MASK))
 def test_the_hash_is_murmur3_of_seed_position_and_token(seed: int, position: int) -> None:
-    got = murmur_hash(torch.tensor([seed]), torch.tensor([position]), 5)[0].tolist()
+    got = murmur_hash(torch.tensor([seed]), torch.tensor([position]), torch.arange(5))[0].tolist()
     assert got == [murmur3(key(seed, position, token)) for token in range(5)]
 
 
@@ -73,7 +73,7 @@ def test_the_independent_hash_knows_published_values() -> None:
 def test_hashes_are_uniform() -> None:
     """Mean and lag correlation of 200,000 values, each within five standard errors."""
     n, vocab = 200, 1000
-    uniform = murmur_hash(torch.full((n,), 3), torch.arange(n), vocab).double().flatten() / MASK
+    uniform = murmur_hash(torch.full((n,), 3), torch.arange(n), torch.arange(vocab)).double().flatten() / MASK
     error = (n * vocab) ** -0.5
     assert abs(float(uniform.mean()) - 0.5) < 5 * error * 12**-0.5
     centred = (uniform - 0.5) * 12**0.5
@@ -128,3 +128,13 @@ def test_the_largest_hash_is_finite_noise() -> None:
     assert torch_gumbel_argmax(logprob, torch.tensor([7]), torch.tensor([position])).tolist() == [5]
     logprob[0, token] = -1.0
     assert torch_gumbel_argmax(logprob, torch.tensor([7]), torch.tensor([position])).tolist() == [token]
+
+
+def test_noise_belongs_to_a_token_whatever_is_asked_beside_it() -> None:
+    """A ranked head asks for its own ids only; the choice is the argmax of log-probability and noise."""
+    seed, position = torch.tensor([5, -9]), torch.tensor([3, 1 << 20])
+    whole = gumbel_noise(seed, position, torch.arange(1000))
+    some = torch.tensor([999, 0, 17])
+    assert torch.equal(gumbel_noise(seed, position, some), whole[:, some])
+    logprob = torch.randn(2, 1000, generator=torch.Generator().manual_seed(4)).double()
+    assert torch.equal((logprob + whole).argmax(1), gumbel_argmax(logprob, seed, position))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from serve_fakes import plain_request
 
-from longdraft.serve.sampling.rows import RowParams, seed_of
+from longdraft.kernels.gumbel import gumbel_noise
+from longdraft.serve.sampling.rows import CUT, RowParams, seed_of
 from longdraft.serve.sampling.target_choice import process_logits, target_choice
 
 CPU = torch.device("cpu")
@@ -160,3 +161,52 @@ def test_half_precision_logits_are_processed_in_float32() -> None:
     processed = process_logits(logits, [plain_request(logit_bias={"1": 0.001})], [[]])
     assert torch.equal(logits, before), "the target's own logits stay as they are"
     assert float(processed[0, 1] - before[0, 1].float()) == pytest.approx(0.001, rel=1e-2)
+
+
+MIXED = [
+    plain_request(temperature=0.0),
+    plain_request(sampling_seed=4, temperature=0.7),
+    plain_request(sampling_seed=9),
+]
+
+
+def test_repeated_rows_are_the_rows_of_that_many() -> None:
+    rows, wanted = RowParams.build(MIXED, [1, 1, 1], CPU).repeat(4), RowParams.build(MIXED, [4, 4, 4], CPU)
+    for name, value in vars(wanted).items():
+        got = getattr(rows, name)
+        assert torch.equal(got, value) if isinstance(value, torch.Tensor) else got == value
+
+
+def test_scores_of_a_tree_are_logarithms_of_probabilities_under_the_targets_noise() -> None:
+    """Of the best child at every node: the choice that the target would make of the same logits."""
+    logits = torch.randn(3, 50, 40, generator=torch.Generator().manual_seed(0)) * 2
+    position = torch.tensor([7, 8, 30])
+    rows = RowParams.build(MIXED, [1, 1, 1], CPU)
+    scores = rows.scores(logits, position)
+    torch.testing.assert_close(scores.exp().sum(-1), torch.ones(3, 50))
+    torch.testing.assert_close(scores[0], logits[0].log_softmax(-1))
+    chosen = rows.repeat(50).choose(logits.flatten(0, 1), position.repeat_interleave(50))
+    assert torch.equal(scores.argmax(-1).flatten(), chosen)
+    noise = gumbel_noise(torch.tensor([4]), position[1:2], torch.arange(40)).float()
+    torch.testing.assert_close(scores[1], (logits[1] / 0.7 + noise).log_softmax(-1))
+    greedy = RowParams.build(MIXED[:1], [1], CPU)
+    assert torch.equal(greedy.scores(logits[:1], position[:1]), logits[:1].log_softmax(-1))
+
+
+def test_scores_of_a_drafts_vocabulary_have_the_noise_of_the_targets_ids() -> None:
+    ids = torch.tensor([2, 3, 17, 39])
+    logits = torch.full((1, 1, 40), float("-inf"))
+    logits[..., ids] = torch.tensor([0.3, 1.0, -1.0, 0.0])
+    rows = RowParams.build([plain_request(sampling_seed=4)], [1], CPU)
+    position = torch.tensor([11])
+    torch.testing.assert_close(rows.scores(logits[..., ids], position, ids), rows.scores(logits, position)[..., ids])
+
+
+@pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}], ids=str)
+def test_what_the_cuts_leave_out_is_less_likely_in_a_tree(params: dict[str, Any]) -> None:
+    """By CUT, against the rest: greedy rows in the same batch cut nothing."""
+    reqs = [plain_request(sampling_seed=6), plain_request(sampling_seed=6, **params), plain_request(temperature=0.0)]
+    scores = RowParams.build(reqs, [1, 1, 1], CPU).scores(LOGITS.expand(3, 1, -1), torch.tensor([5, 5, 5]))[:, 0]
+    lost = (scores[0] - scores[0, 0]) - (scores[1] - scores[1, 0])
+    torch.testing.assert_close(lost, torch.where(filtered(params) > 0, 0.0, CUT).float())
+    torch.testing.assert_close(scores[2], LOGITS.log_softmax(0))
