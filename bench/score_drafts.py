@@ -5,6 +5,7 @@ token, by prompt length and kind of document; outputs with more than 30 % repeat
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections import Counter
@@ -17,7 +18,10 @@ import torch
 from longdraft.bench.record import make_record, write_record
 from longdraft.draft_models.acceptance import AcceptStats
 from longdraft.draft_models.checkpoint import load_draft
+from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.repetition import ALLOWED, repeated_share
+from longdraft.draft_models.token_counts import TokenCounts
+from longdraft.errors import UserError
 from longdraft.kernels.view_attention import View
 from longdraft.train.config import TargetSettings
 from longdraft.train.scoring import score
@@ -117,9 +121,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--context", type=int, help="cached tokens that a LongSpec draft reads: 32 sinks and the newest"
     )
+    parser.add_argument(
+        "--head-tokens", type=int, nargs="+", default=[], help="LongSpec: score heads of so many tokens too"
+    )
+    parser.add_argument("--head-counts", type=Path, help="file of `longdraft counts`, for --head-tokens")
     parser.add_argument("--record", type=Path, help="write a record here")
     parser.add_argument("--record-name", default="draft_tau")
     args = parser.parse_args(argv)
+    if bool(args.head_tokens) != (args.head_counts is not None):
+        parser.error("--head-tokens and --head-counts belong together")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = load_target(TargetSettings(path=args.target, dtype=args.dtype), device)
     kinds = [json.loads(line)["kind"] for line in args.documents.read_text().splitlines()] if args.documents else []
@@ -128,8 +138,16 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{len(answers)} answers; left out for looping: {dict(sorted(looping.items()))}", flush=True)
     rows: list[dict[str, Any]] = []
     view = View(args.context, 32, args.context - 32, 1) if args.context else None
-    for name, folder in named(args.draft):
+    counts = TokenCounts.load(args.head_counts, target.spec.vocab_size) if args.head_counts else None
+    heads = [None, *args.head_tokens]
+    for (plain, folder), head in itertools.product(named(args.draft), heads):
         draft = load_draft(folder, target.spec, device=device).bind(target.embedding_VE, target.head_VE)
+        name = plain if head is None else f"{plain}@{head}"
+        if head is not None and counts is not None:
+            if not isinstance(draft, LongSpecDraft):
+                raise UserError(f"--head-tokens is for LongSpec drafts, {folder} holds another: leave it out")
+            draft.narrow_head(ids := counts.top(head))
+            figures[f"head_{head}_coverage"] = round(counts.coverage(ids), 5)
         for group, result in measure(target, draft, answers, args.new_tokens, args.steps, view).items():
             row = {"draft": name, "group": group, **result.figures()}
             rows.append(row)

@@ -129,6 +129,21 @@ class LongSpecDraft(nn.Module):
         self.head_ids.copy_(chosen)
         self._gather_head()
 
+    def narrow_head(self, id_N: torch.Tensor) -> None:
+        """Serve with some rows of the target's head, without any training: the draft can propose these tokens alone.
+
+        Not part of the checkpoint. Every draft must still be verified, so only accept length can suffer.
+
+        Raises:
+            UserError: the draft was trained with a ranked head.
+        """
+        if self.head_ids is not None:
+            raise UserError(
+                f"draft_head_tokens={len(id_N)}: the draft has a ranked head of {len(self.head_ids)} tokens of its own: leave it out"
+            )
+        self.head_ids = torch.unique(id_N).to(self.self_attn.q_proj.weight.device)
+        self._gather_head()
+
     def _gather_head(self) -> None:
         if self._lent is not None and self.head_ids is not None:
             self._ranked_NE = self.head_VE[self.head_ids.to(self.head_VE.device)]
@@ -207,9 +222,18 @@ class LongSpecDraft(nn.Module):
             lambda q: view_attention(q, keys.to(q.dtype), values.to(q.dtype), cu, lag, views),
         )
 
+    @property
+    def target_ids(self) -> torch.Tensor | None:
+        """``[N]`` target id of each row of :meth:`draft_logits`, ascending; None where the draft's head is the target's."""
+        return self.head_ids
+
+    def draft_logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
+        """``[T, N]`` logits of the rows of :attr:`drafting_head_NE`."""
+        return hidden_TE @ self.drafting_head_NE.to(hidden_TE.dtype).t()
+
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """``[T, V]`` logits of the target's head; -inf for tokens that a ranked head leaves out."""
-        logits_TN = hidden_TE @ self.drafting_head_NE.to(hidden_TE.dtype).t()
+        logits_TN = self.draft_logits(hidden_TE)
         if self.head_ids is None:
             return logits_TN
         everything = logits_TN.new_full((len(logits_TN), self.config.target.vocab_size), float("-inf"))

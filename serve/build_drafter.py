@@ -8,6 +8,7 @@ import torch
 from longdraft.draft_models.checkpoint import load_draft, read_config, training_facts
 from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.target import TargetSpec
+from longdraft.draft_models.token_counts import TokenCounts
 from longdraft.serve.drafters.base import Drafter
 from longdraft.serve.drafters.eagle3 import Eagle3Drafter
 from longdraft.serve.drafters.longspec import LongSpecDrafter
@@ -48,4 +49,14 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any) -> Dra
     rows, reads = server_args.max_running_requests + 1, (settings.draft_context, settings.draft_sinks)
     if isinstance(draft, Eagle3Draft):
         return Eagle3Drafter(draft, rows, steps, *reads, attention)
+    if settings.draft_head_tokens is not None:
+        assert settings.draft_head_counts is not None
+        counts = TokenCounts.load(settings.draft_head_counts, target.vocab_size)
+        draft.narrow_head(ids := counts.top(settings.draft_head_tokens))
+        logger.info(
+            "longdraft: the draft proposes %d of %d tokens, %.2f %% of the counted text",
+            len(ids),
+            target.vocab_size,
+            100 * counts.coverage(ids),
+        )
     return LongSpecDrafter(draft, rows, steps, *reads, attention)

@@ -5,10 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 from longdraft.draft_models.checkpoint import check_draft, read_config
+from longdraft.draft_models.config import LongSpecConfig
 from longdraft.draft_models.eagle3_config import Eagle3Config, check_reach, rope_reach
+from longdraft.draft_models.kinds import AnyConfig
 from longdraft.draft_models.target import TargetSpec
+from longdraft.draft_models.token_counts import TokenCounts
 from longdraft.errors import UserError
-from longdraft.serve.settings import read_environment
+from longdraft.serve.settings import ServeSettings, read_environment
 from longdraft.serve.target_layers import check_architecture
 
 # Flag of SGLang -> why it is refused. A flag counts as given when its value is truthy.
@@ -53,7 +56,7 @@ def check_server_args(server_args: Any) -> None:
     Raises:
         UserError: the first thing that is wrong: an unsupported flag, bad settings, a target or draft that does not fit.
     """
-    read_environment()
+    settings = read_environment()
     for name, reason in REFUSED.items():
         if getattr(server_args, name, None):
             raise UserError(f"--{name.replace('_', '-')} does not work with LONGDRAFT ({reason}): leave it out")
@@ -78,10 +81,10 @@ def check_server_args(server_args: Any) -> None:
             f"--speculative-num-draft-tokens {drafted} does not fit --speculative-num-steps {chain - 1}: leave it out, a chain has "
             "steps + 1"
         )
-    _check_models(server_args)
+    _check_models(server_args, settings)
 
 
-def _check_models(server_args: Any) -> None:
+def _check_models(server_args: Any, settings: ServeSettings) -> None:
     folder = server_args.speculative_draft_model_path
     if folder is not None:
         config = read_config(folder)  # before SGLang parses the same file with a worse message
@@ -98,9 +101,12 @@ def _check_models(server_args: Any) -> None:
                 f"draft tokens): use at most {int(covered) - steps - 1}"
             )
     if folder is None:
+        if settings.draft_head_tokens is not None:
+            raise UserError("draft_head_tokens is for LongSpec drafts: give one with --draft, or leave it out")
         return
     target = TargetSpec.from_config(text)
     own = check_draft(folder, config, target).config
+    _check_head(own, target, settings)
     if isinstance(own, Eagle3Config):
         # A request ends within the context, so drafts pass it only in a batch's padding; a stretched rotation is held to more.
         beyond = 0 if rope_reach(own.rope) is None else steps + 1
@@ -108,3 +114,19 @@ def _check_models(server_args: Any) -> None:
             check_reach(own, model.context_len, beyond)
         except UserError as error:
             raise UserError(f"draft folder {folder}: {error} (--context-length {model.context_len})") from None
+
+
+def _check_head(own: AnyConfig, target: TargetSpec, settings: ServeSettings) -> None:
+    """What ``draft_head_tokens`` needs: a LongSpec draft without a ranked head, and counts of this target."""
+    if settings.draft_head_tokens is None or settings.draft_head_counts is None:
+        return
+    if not isinstance(own, LongSpecConfig):
+        raise UserError(
+            "draft_head_tokens is for LongSpec drafts, an EAGLE-3 draft has a head of its own: leave it out"
+        )
+    if own.settings.head_tokens is not None:
+        raise UserError(
+            f"draft_head_tokens={settings.draft_head_tokens}: the draft has a ranked head of {own.settings.head_tokens} tokens of its "
+            "own: leave it out"
+        )
+    TokenCounts.load(settings.draft_head_counts, target.vocab_size).top(settings.draft_head_tokens)

@@ -4,7 +4,7 @@ import json
 import os
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from longdraft.errors import UserError
 from longdraft.schema import Settings, nearest, validate
@@ -28,6 +28,15 @@ class ServeSettings(Settings):
         description="cached tokens that the draft reads at most: sinks and the most recent (EAGLE-3: the draft's own window where it has one)",
     )
     draft_sinks: int = Field(32, ge=0, description="leading tokens among them")
+    draft_head_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="LongSpec drafts without a ranked head: propose only so many most frequent tokens, so that a draft step "
+        "reads only their rows of the target's head; None: the whole head",
+    )
+    draft_head_counts: str | None = Field(
+        None, description="file of `longdraft counts` that says which are the most frequent"
+    )
     lookup_min_match: int = Field(2, ge=1, description="shortest suffix match that the lookup drafter continues")
     attention: Literal["auto", "fa3", "flashinfer", "triton", "torch"] = Field(
         "auto", description="backend of the prefix part of verification; auto takes the first of these that is there"
@@ -35,6 +44,14 @@ class ServeSettings(Settings):
     simulate_accept_length: float | None = Field(
         None, ge=1, description="benchmarks only: force this mean accept length (bonus in); the text is wrong"
     )
+
+    @model_validator(mode="after")
+    def _head_has_counts(self) -> "ServeSettings":
+        if (self.draft_head_tokens is None) != (self.draft_head_counts is None):
+            raise ValueError(
+                f"draft_head_tokens={self.draft_head_tokens} with draft_head_counts={self.draft_head_counts!r}: set both, or neither"
+            )
+        return self
 
     @field_validator("mode", mode="before")
     @classmethod

@@ -51,11 +51,14 @@ class TokenCount:
         size = len(self.count_V)
         if count > size:
             raise UserError(f"a draft vocabulary of {count} tokens, the target's has {size}: give that or less")
+        return self.ranked(always)[:count].sort().values
+
+    def ranked(self, always: Sequence[int] = ()) -> torch.Tensor:
+        """All ids, the most frequent first and those of ``always`` before them, ``[V]``."""
         count_V = self.count_V.clone()
-        count_V[[token for token in always if token < size]] = torch.iinfo(torch.int64).max
+        count_V[[token for token in always if token < len(count_V)]] = torch.iinfo(torch.int64).max
         by_first = self.first_V.argsort(stable=True)
-        order = by_first[count_V[by_first].argsort(descending=True, stable=True)]
-        return order[:count].sort().values
+        return by_first[count_V[by_first].argsort(descending=True, stable=True)]
 
     def coverage(self, id_N: torch.Tensor) -> float:
         """Share of the counted tokens that are among these ids; 0 where nothing was counted."""

@@ -54,6 +54,11 @@ def generate(argv: Argv) -> int:
     return _call("longdraft.train.generate", argv)
 
 
+def counts(argv: Argv) -> int:
+    """count a target's tokens in text, for a draft head over the most frequent: --target.path T --data.train F --out FILE"""
+    return _call("longdraft.train.count_tokens", argv)
+
+
 def serve(argv: Argv) -> int:
     """serve a model in SGLang with a draft: --model-path TARGET [--draft FOLDER] [SGLang's own arguments ...]"""
     return _call("longdraft.serve.launch", argv)
@@ -98,7 +103,7 @@ def dashboard(argv: Argv) -> int:
 
 
 COMMANDS: dict[str, Callable[[Argv], int]] = {
-    f.__name__: f for f in (train, capture, features, generate, serve, models, drafts, bench, dashboard, demo)
+    f.__name__: f for f in (train, capture, features, generate, counts, serve, models, drafts, bench, dashboard, demo)
 }
 
 

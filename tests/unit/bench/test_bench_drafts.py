@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import tiny_draft, tiny_model, tiny_target
 
 from longdraft.bench import draft_corpus, score_drafts, tokenize_text
 from longdraft.bench.demo_text import paragraphs
 from longdraft.draft_models.checkpoint import save_draft
 from longdraft.draft_models.reference_decode import greedy_decode, speculative_decode
+from longdraft.draft_models.token_counts import TokenCounts
 from longdraft.train.tiny_random import byte_tokenizer
 
 
@@ -107,3 +109,13 @@ def test_scores_are_sums_of_the_reference_decoders_counts(tmp_path: Path) -> Non
     assert by_group["1030"]["tau_without_bonus"] == pytest.approx(
         sum(c.accepted for c in counts) / sum(c.verifications for c in counts), abs=1e-4
     )
+    vocab = target.spec.vocab_size
+    TokenCounts(torch.ones(vocab, dtype=torch.int64), torch.arange(vocab)).save(tmp_path / "counts", {})
+    head = ["--head-tokens", "2", str(vocab), "--head-counts", str(tmp_path / "counts")]
+    assert score_drafts.main([*argv, *head, "--record", str(tmp_path / "h.json")]) == 0
+    figures = json.loads((tmp_path / "h.json").read_text())["figures"]
+    assert figures[f"tiny@{vocab}_1030_tau"] == figures["tiny_1030_tau"] == record["figures"]["tiny_1030_tau"]
+    assert figures["tiny@2_1030_tau"] <= figures["tiny_1030_tau"]
+    assert figures["head_2_coverage"] == pytest.approx(2 / vocab, abs=1e-5)
+    with pytest.raises(SystemExit):
+        score_drafts.main([*argv, "--head-tokens", "2"])

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.server_args import ServerArgs
 from tiny import tiny_draft, tiny_eagle3, tiny_target
 from transformers import LlamaConfig
 
 from longdraft.draft_models.checkpoint import save_draft
+from longdraft.draft_models.token_counts import TokenCounts
 from longdraft.errors import UserError
 from longdraft.serve.algorithm import LongDraftAlgorithm, validate_server_args
 from longdraft.serve.checks import REFUSED, REQUIRED_ONE, check_server_args
@@ -158,6 +160,28 @@ def test_a_draft_may_be_served_to_the_end_of_its_own_positions(tmp_path: Path) -
     check_server_args(arguments(FOUR, context=1000, speculative_draft_model_path=folder))
     message = refused(arguments(FOUR, context=1001, speculative_draft_model_path=folder))
     assert "max_position=1000" in message and "--context-length 1001" in message
+
+
+def test_a_draft_head_of_frequent_tokens_needs_a_longspec_draft_and_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, counts = tiny_target("llama"), tmp_path / "counts.safetensors"
+    save_draft(tiny_draft(target), tmp_path / "plain", "t")
+    save_draft(tiny_draft(target, head_tokens=9), tmp_path / "ranked", "t")
+
+    def served(folder: str, tokens: int = 20, config: Any = None) -> SimpleNamespace:
+        monkeypatch.setenv(ENVIRONMENT, json.dumps({"draft_head_tokens": tokens, "draft_head_counts": str(counts)}))
+        return arguments(config, speculative_draft_model_path=str(tmp_path / folder) if folder else None)
+
+    assert "no such file: make it with longdraft counts" in refused(served("plain"))
+    vocab = target.spec.vocab_size
+    TokenCounts(torch.ones(vocab, dtype=torch.int64), torch.arange(vocab)).save(counts, {})
+    check_server_args(served("plain"))
+    assert f"a draft head of {vocab + 1} tokens, the target has {vocab}" in refused(served("plain", vocab + 1))
+    assert "has a ranked head of 9 tokens of its own: leave it out" in refused(served("ranked"))
+    eagle3_draft(tmp_path / "eagle3")
+    assert "an EAGLE-3 draft has a head of its own" in refused(served("eagle3", config=FOUR))
+    assert "draft_head_tokens is for LongSpec drafts: give one" in refused(served(""))
 
 
 def test_lookup_serves_targets_that_no_draft_could_read() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from longdraft.errors import UserError
+from longdraft.schema import validate
 from longdraft.serve.settings import (
     ENVIRONMENT,
     RequestSettings,
@@ -33,6 +34,13 @@ def test_settings_survive_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     sent = ServeSettings(mode="off", draft_context=128, draft_sinks=4, attention="torch", simulate_accept_length=2.5)
     write_environment(sent)
     assert read_environment() == sent
+
+
+def test_a_draft_head_and_its_counts_belong_together() -> None:
+    assert "draft_head_tokens=5 with draft_head_counts=None: set both" in refused(
+        lambda: validate(ServeSettings, {"draft_head_tokens": 5})
+    )
+    assert validate(ServeSettings, {"draft_head_tokens": 5, "draft_head_counts": "x"}).draft_head_tokens == 5
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '"off"'])
