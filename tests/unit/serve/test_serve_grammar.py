@@ -125,3 +125,20 @@ def test_a_matcher_that_breaks_half_way_is_rolled_back() -> None:
     assert grammar.written == [1]
     grammar.fail_at = None
     assert masked(grammar, []) == [{31, 2}]
+
+
+def test_a_trees_rows_are_masked_by_their_own_paths() -> None:
+    """Siblings, one that the grammar refuses, one that ends the text, a place that is none of the tree's."""
+    grammar = ListGrammar(TEXTS, [1])
+    drafts, parents = [31, 2, 5, 63, 33, 64, 7], [0, 0, 0, 1, 2, 1, -2]
+    logits = torch.zeros(8, VOCAB)
+    apply_grammar(logits, grammar, drafts, parents)
+    assert open_tokens(logits) == [{31, 2}, {63, 64}, {33}, EVERYTHING, {4}, EVERYTHING, EVERYTHING, EVERYTHING]
+    assert grammar.written == [1]
+
+
+def test_a_grammar_that_breaks_deep_in_a_tree_is_left_where_it_stood() -> None:
+    grammar = ListGrammar(TEXTS, [1], fail_at=4)
+    with pytest.raises(RuntimeError, match="matcher broke"):
+        apply_grammar(torch.zeros(5, VOCAB), grammar, [31, 2, 64, 63], [0, 0, 1, 1])
+    assert grammar.written == [1]

@@ -110,3 +110,14 @@ def test_stop_tokens_outside_the_vocabulary_hold_nothing_back_and_break_nothing(
     want = torch.zeros(3, VOCAB)
     want[:2, 3] = -math.inf
     assert torch.equal(logits, want)
+
+
+def test_a_trees_rows_are_penalised_by_their_own_paths() -> None:
+    """Row by row, a tree is the chain along each node's path; what is none of the tree's harms nobody."""
+    drafts, parents = [1, 2, 1, 3, 1, 6], [0, 0, 1, 2, 3, -2]
+    paths = [[], [1], [2], [1, 1], [2, 3], [1, 1, 1]]
+    req = plain_request([4, 1], frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=1.3, min_new_tokens=4)
+    logits = torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(3))
+    want = torch.stack([of_sglang(logits[row], req, [4, 1, *path]) for row, path in enumerate(paths)])
+    apply_penalties(logits, req, drafts, parents)
+    torch.testing.assert_close(logits[:6], want, rtol=1e-5, atol=1e-5)
