@@ -34,8 +34,8 @@ class ShardedTarget(FrozenTarget):
         super().__init__(model, name, max_batch_tokens, packed)
         self.group = group
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        self._embedding_VE = whole(library, embedding)
-        whole_head = self._embedding_VE if head is embedding else whole(library, head)
+        self._embedding_VE = whole(library, embedding, group.device)
+        whole_head = self._embedding_VE if head is embedding else whole(library, head, group.device)
         # The head is no part of what ZeRO-3 runs (the base model): logits are made from the copy.
         model.get_output_embeddings().weight = nn.Parameter(whole_head, requires_grad=False)
         self.engine = library.initialize(
@@ -69,10 +69,10 @@ class ShardedTarget(FrozenTarget):
         return seen
 
 
-def whole(library: Any, weight: Any) -> torch.Tensor:
-    """A copy of a weight that may be spread over the ranks."""
+def whole(library: Any, weight: Any, device: torch.device) -> torch.Tensor:
+    """A copy on the device of a weight that may be spread over the ranks, or still lie where a model in memory was made."""
     with library.zero.GatheredParameters([weight], enabled=hasattr(weight, "ds_id")):
-        copy: torch.Tensor = weight.detach().clone()
+        copy: torch.Tensor = weight.detach().to(device, copy=True)
     return copy
 
 

@@ -1,11 +1,14 @@
 """SpecForge's own trainer on a GPU, FSDP and all: ``longdraft train --trainer specforge`` trains and hands back our draft."""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from longdraft import cli
+from longdraft.bench.training_specforge import stand_in
 from longdraft.draft_models.checkpoint import read_config, read_weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -27,6 +30,15 @@ EAGLE3 = """draft: {arch: eagle3}
 eagle3: {draft_vocab_size: 250}
 ttt: {steps: 3, compat: specforge-0.2.0}
 positions: {offset_share: 0.0}"""
+
+
+@pytest.fixture(autouse=True)
+def packages_that_are_only_imported() -> Iterator[None]:
+    """``datasets`` and the like are heavy to bring to a card, and this training calls nothing of them."""
+    made = stand_in()
+    yield
+    for name in made:
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize(("target", "draft"), [("llama", LONGSPEC), ("qwen3", LONGSPEC), ("llama:5", EAGLE3)])

@@ -74,11 +74,12 @@ def check(settings: TrainSettings, sharding: Sharding) -> None:
     """
     if sharding != "NO_SHARD" and (settings.engine.device == "cpu" or not torch.cuda.is_available()):
         raise UserError("--trainer specforge needs a GPU (its FSDP refuses a CPU): use one, or leave --trainer out")
-    try:
-        import specforge  # noqa: F401
+    try:  # what its assembly imports last, after the target's pass: a package that it lacks is said before
+        import specforge.data.utils  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"--trainer specforge: specforge is not installed ({error}): install specforge==0.2.0"
+            f"--trainer specforge: specforge or what it imports is not installed ({error}): install specforge==0.2.0 with its "
+            "dependencies"
         ) from None
     s = settings
     unlike = {

@@ -1,5 +1,6 @@
 """What SpecForge's trainer does not have is refused before any work, and a changed recipe does not reuse old features."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,15 @@ def test_what_its_eagle3_is_not_is_refused_too(section: str, value: dict[str, ob
     check(settings(**base), "NO_SHARD")
     with pytest.raises(UserError, match=named):
         check(settings(**{**base, section: {**base.get(section, {}), **value}}), "NO_SHARD")
+
+
+@pytest.mark.parametrize("package", ["specforge", "datasets"])
+def test_a_package_that_is_not_there_is_said_before_any_work(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n == "specforge" or n.startswith("specforge.data")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"not installed .*{package}"):
+        check(settings(), "NO_SHARD")
 
 
 def test_a_single_file_target_gets_the_index_that_its_head_loader_wants(tmp_path: Path) -> None:
