@@ -67,6 +67,7 @@ def _copy(draft: LongSpecDraft, to: str, source: Any) -> list[str]:
     module = draft.get_submodule(to)
     own = dict(module.named_parameters())
     given = dict(source.named_parameters())
+    given = {name: torch.zeros_like(own[name]) for name in own.keys() & {"bias"}} | given  # no bias is one of zeros
     if any(name not in given or given[name].shape != weight.shape for name, weight in own.items()):
         return []
     for name, weight in own.items():

@@ -77,6 +77,12 @@ class DraftSettings(LongSpecSettings):
         description="before the first step, fit the MLP's output (eagle3: the whole first step) to the target on so many "
         "tokens; 0 is off",
     )
+    newest_heads: int = Field(
+        0,
+        ge=0,
+        description="query heads of every key head that start out reading the target's newest key; needs qkv_bias and "
+        "fit_tokens",
+    )
 
     @property
     def architecture(self) -> LongSpecSettings:
@@ -334,6 +340,16 @@ class TrainSettings(Settings):
         if zero and self.optim.name != "adamw":
             raise ValueError(
                 f"optim.name={self.optim.name} needs whole matrices, which ZeRO cuts up: use adamw, or engine.name=torch"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _newest_heads_can_start(self) -> "TrainSettings":
+        draft = self.draft
+        if draft.newest_heads and draft.init_from is None and not (draft.qkv_bias and draft.fit_tokens):
+            missing = "draft.fit_tokens=200000" if draft.qkv_bias else "draft.qkv_bias=true"
+            raise ValueError(
+                f"draft.newest_heads={draft.newest_heads} starts as biases fitted to the target's keys: set {missing}"
             )
         return self
 

@@ -5,6 +5,7 @@ Legend: T packed tokens.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from longdraft.draft_models.config import LongSpecConfig
 from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.initialise import FitBatch, fit_to_hidden, initialise_from_target
 from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.newest_key import Keys, newest_key_queries, start_at_newest_key
 from longdraft.errors import UserError
 from longdraft.kernels.linear_cross_entropy import IGNORED
 from longdraft.train.config import TrainSettings
@@ -22,6 +24,8 @@ from longdraft.train.engine import Group
 from longdraft.train.ranked_head import most_frequent
 from longdraft.train.samples import Packed, SampleStream
 from longdraft.train.target import FrozenTarget, resolve_dtype
+
+KEY_DOCUMENTS, KEYS = 48, 1024  # documents, and keys of each, that constant queries are fitted to
 
 
 def build_draft(settings: TrainSettings, target: FrozenTarget) -> LongSpecDraft:
@@ -65,14 +69,67 @@ def fit(
 ) -> int:
     """``draft.fit_tokens``: fit the MLP's output on the first samples; every rank ends with rank 0's weights.
 
+    ``draft.newest_heads`` of the cross-attention are fitted before.
+
     Returns:
         Rows that were fitted; 0 if the fit is off or the run starts from another draft.
+
+    Raises:
+        UserError: more newest heads than a key head has query heads, or a draft that norms its queries.
     """
     if not settings.draft.fit_tokens or settings.draft.init_from is not None:
         return 0
+    if settings.draft.newest_heads:
+        _fit_newest_heads(draft, target, settings, corpus, limit, group)
     rows = fit_to_hidden(draft, _batches(draft, target, settings, corpus, limit)) if group.rank == 0 else 0
     share_first(group, [draft.mlp.down_proj.weight])
     return int(group.totals(rows)[0])
+
+
+def _fit_newest_heads(
+    draft: LongSpecDraft, target: FrozenTarget, settings: TrainSettings, corpus: Documents, limit: int, group: Group
+) -> None:
+    heads, most = settings.draft.newest_heads, target.spec.num_heads // target.spec.num_kv_heads
+    if heads > most:
+        raise UserError(
+            f"draft.newest_heads={heads}, the target has {most} query heads a key head: give {most} or less"
+        )
+    if draft.cross_attn.q_norm is not None:
+        raise UserError(
+            f"draft.newest_heads={heads} needs queries of any length, this draft norms them: set draft.cross_q_norm=false"
+        )
+    lags = settings.lag.min, settings.lag.max
+    if group.rank == 0:
+        documents = _newest_documents(draft, target, settings, corpus, limit)
+        start_at_newest_key(draft, newest_key_queries(documents, draft.rotary, lags, settings.run.seed), heads)
+    bias = draft.cross_attn.q_proj.bias
+    assert bias is not None
+    share_first(group, [draft.cross_attn.q_proj.weight, bias])
+
+
+def _newest_documents(
+    draft: LongSpecDraft, target: FrozenTarget, settings: TrainSettings, corpus: Documents, limit: int
+) -> list[Keys]:
+    """Keys of the first long enough documents.
+
+    Raises:
+        UserError: there are none among the tokens of the fit.
+    """
+    found: list[Keys] = []
+    for micro in fit_samples(settings, corpus, limit, target.device):
+        seen = micro.capture or target.capture(micro.id_T, micro.position_T, micro.cu)
+        assert seen.k_TKD is not None
+        for a, b in pairwise(micro.cu):
+            if b - a > 4 * settings.lag.max:
+                found.append(Keys(seen.k_TKD[a : min(b, a + KEYS)].clone(), micro.position_T[a : min(b, a + KEYS)]))
+            if len(found) == KEY_DOCUMENTS:
+                return found
+    if not found:
+        raise UserError(
+            f"draft.newest_heads: no document of the first {settings.draft.fit_tokens} tokens is longer than "
+            f"{4 * settings.lag.max}: raise draft.fit_tokens"
+        )
+    return found
 
 
 def share_first(group: Group, weights: Sequence[torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ BLOCKS = {"self_attn", "self_norm", "mlp", "mlp_norm", "final_norm"}
         ("llama", {"final_norm": True}, BLOCKS),
         ("qwen2", {"qkv_bias": True}, BLOCKS - {"final_norm"}),
         ("qwen2", {"qkv_bias": False}, BLOCKS - {"final_norm"}),
+        ("llama", {"qkv_bias": True}, BLOCKS - {"final_norm"}),
         ("qwen3", {"final_norm": True}, {"mlp", "mlp_norm", "final_norm"}),
     ],
 )

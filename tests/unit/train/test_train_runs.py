@@ -181,6 +181,39 @@ def test_a_fit_before_the_first_step_lowers_its_loss_and_a_resumed_run_keeps_its
     assert all(torch.equal(want[key], got[key]) for key in want)
 
 
+NEWEST = ("draft.newest_heads=1", "draft.qkv_bias=true", "draft.fit_tokens=1500", "draft.init=target")
+
+
+def test_newest_heads_start_as_biases_and_a_resumed_run_keeps_its_weights(recipe: Path) -> None:
+    still = ("optim.lr=1e-12", "optim.warmup_ratio=0", "schedule.max_steps=2", "objective.name=greedy")
+    whole = train(recipe, "whole", *NEWEST, *still)
+    train(recipe, "parts", *NEWEST, *still, "schedule.max_steps=1")
+    parts = train(recipe, "parts", *NEWEST, *still)
+    want, got = final_state(whole), final_state(parts)
+    assert all(torch.equal(want[key], got[key]) for key in want)
+    target = load_target(TargetSettings(path="tiny-random:llama"), torch.device("cpu"))
+    bias = load_draft(whole / "checkpoints" / "latest" / "draft", target.spec).cross_attn.q_proj.bias
+    by_head = bias.view(target.spec.num_kv_heads, -1, target.spec.head_dim).norm(dim=-1)
+    assert (by_head[:, 0] > 1).all()
+    assert (by_head[:, 1:] < 1e-3).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("draft.newest_heads=1", "draft.fit_tokens=100"), "draft.qkv_bias=true"),
+        (("draft.newest_heads=1", "draft.qkv_bias=true"), "draft.fit_tokens=200000"),
+        ((*NEWEST, "draft.newest_heads=9"), "or less"),
+        ((*NEWEST, "draft.cross_q_norm=true"), "draft.cross_q_norm=false"),
+    ],
+)
+def test_newest_heads_that_cannot_start_are_refused(
+    recipe: Path, settings: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(recipe), *settings]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_a_ranked_head_holds_the_training_texts_tokens_and_the_ends(recipe: Path) -> None:
     run = train(recipe, "r", "draft.head_tokens=25", "schedule.max_steps=1")
     target = load_target(TargetSettings(path="tiny-random:llama"), torch.device("cpu"))
