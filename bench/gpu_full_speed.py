@@ -86,8 +86,7 @@ def launch_command(system: str, models: tuple[Path, Path, Path], context: int) -
         return command, {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT)), "SGLANG_PLUGINS": "none"}
     if system == "longdraft":
         command += ["--speculative-algorithm", "LONGDRAFT", "--speculative-draft-model-path", str(longspec), *steps]
-        settings = json.dumps({"simulate_accept_length": ACCEPT})
-        return command, {"SGLANG_PLUGINS": "longdraft", "LONGDRAFT_SETTINGS": settings}
+        return command, {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT)), "SGLANG_PLUGINS": "longdraft"}
     return command, {"SGLANG_PLUGINS": "none"}
 
 

@@ -20,7 +20,7 @@ from longdraft.serve.observer import Observer
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.sampling.target_choice import target_choice
 from longdraft.serve.settings import ServeSettings, request_settings
-from longdraft.serve.simulate import forced_acceptance
+from longdraft.serve.simulate import simulated, simulated_acceptance
 from longdraft.serve.spec_inputs import DraftInput
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.verify import Verified, verify
@@ -134,8 +134,9 @@ class DecodeStep:
         return runs
 
     def _kept(self, drafts: list[list[int]], choices: list[list[int]]) -> list[int]:
-        if self.settings.simulate_accept_length is not None:
-            return forced_acceptance([len(d) for d in drafts], self.settings.simulate_accept_length)
+        forced = self.settings.simulate_accept_length
+        if simulated(forced):
+            return simulated_acceptance([len(d) for d in drafts], forced, self.stride)
         width = max(len(d) for d in drafts)
         draft_BK = torch.tensor([d + [-1] * (width - len(d)) for d in drafts], dtype=torch.int64).view(
             len(drafts), width

@@ -1,7 +1,14 @@
-"""Forced acceptance for timing runs with random weights: independent for each request and position."""
+"""Forced acceptance for timing runs with random weights.
+
+Our own setting draws independently for each request and position. ``SGLANG_SIMULATE_ACC_LEN``, with its
+``SGLANG_SIMULATE_ACC_METHOD``, is honoured as stock SGLang does: one length a step for the whole batch, by SGLang's own draw.
+"""
 
 import random
 from functools import cache
+
+from sglang.srt.environ import envs
+from sglang.srt.speculative.spec_utils import _sample_simulated_acc_len
 
 _random = random.Random(0)
 
@@ -28,3 +35,24 @@ def forced_acceptance(drafted: list[int], length: float) -> list[int]:
             count += 1
         kept.append(count)
     return kept
+
+
+def simulated(setting: float | None) -> bool:
+    """Whether acceptance is forced, by our setting or by SGLang's variable."""
+    return setting is not None or envs.SGLANG_SIMULATE_ACC_LEN.get() > 0
+
+
+def simulated_acceptance(drafted: list[int], setting: float | None, stride: int) -> list[int]:
+    """Drafts that each request keeps, never more than it has.
+
+    Args:
+        drafted: drafts of each request.
+        setting: our own forced length, which goes before SGLang's variable.
+        stride: most tokens that a verification can return, bonus in.
+    """
+    if setting is not None:
+        return forced_acceptance(drafted, setting)
+    length = _sample_simulated_acc_len(
+        envs.SGLANG_SIMULATE_ACC_LEN.get(), envs.SGLANG_SIMULATE_ACC_METHOD.get(), stride
+    )
+    return [min(steps, length - 1) for steps in drafted]

@@ -17,6 +17,7 @@ from longdraft.serve.build_drafter import build_drafter
 from longdraft.serve.decode_step import DecodeStep
 from longdraft.serve.observer import Observer
 from longdraft.serve.settings import read_environment
+from longdraft.serve.simulate import simulated
 from longdraft.serve.spec_inputs import DraftInput
 from longdraft.serve.target_layers import check_layers
 
@@ -43,7 +44,7 @@ class LongDraftWorker(BaseSpecWorker):
         self._reserve()
         stride = server_args.speculative_num_draft_tokens
         self.step = DecodeStep(target_worker, self.drafter, self.observer, settings, stride)
-        if settings.simulate_accept_length is not None:
+        if simulated(settings.simulate_accept_length):
             logger.warning("longdraft: acceptance is simulated, the text is wrong: for benchmarks only")
 
     def _reserve(self) -> None:

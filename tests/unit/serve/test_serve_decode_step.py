@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serve_fakes import BareRequest, PieceTokenizer
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from longdraft.serve import decode_step, stats
+from longdraft.serve import decode_step, simulate, stats
 from longdraft.serve.decode_step import DecodeStep
 from longdraft.serve.drafters.base import Drafter, DraftRequest, Pick
 from longdraft.serve.observer import Observer
@@ -250,3 +250,22 @@ def test_simulated_acceptance_forces_the_length_and_the_drafts(monkeypatch: pyte
     counts = run_one(monkeypatch, ScriptedDrafter(RULES["constant"]), req, simulate_accept_length=3.0)
     assert 2.0 < counts.accept.tau < 4.0
     assert list(req.output_ids).count(3) > 60
+
+
+@pytest.mark.parametrize("length", [1, 3, 5, 9])
+def test_sglangs_variable_gives_every_step_of_a_batch_its_length(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """As stock: a whole number is exact, more than the chain holds is the chain, bonus in."""
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", str(length))
+    monkeypatch.setattr(decode_step, "verify", made_up_verify())
+    reqs = [make_request(rid, [1], max_new_tokens=50, ignore_eos=True) for rid in "ab"]
+    result = step_of(ScriptedDrafter(RULES["adversary"])).run(batch_of(reqs))
+    assert result.accept_lens.tolist() == [min(length, STRIDE)] * 2
+
+
+def test_a_fraction_is_one_draw_for_the_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "2.5")
+    torch.manual_seed(0)
+    drawn = [simulate.simulated_acceptance([4, 4, 1], None, STRIDE) for _ in range(200)]
+    assert {tuple(kept) for kept in drawn} == {(1, 1, 1), (2, 2, 1)}
+    assert 0.4 < sum(kept[0] == 2 for kept in drawn) / 200 < 0.6
+    assert simulate.simulated_acceptance([4], 5.0, STRIDE) == [4], "our setting goes first"
