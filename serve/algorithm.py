@@ -6,6 +6,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from longdraft.serve.checks import check_server_args, exit_on_user_error
+from longdraft.serve.settings import read_environment
 
 DEFAULT_STEPS = 4
 DEFAULT_RUNNING_REQUESTS = 48
@@ -37,9 +38,15 @@ class LongDraftAlgorithm(CustomSpecAlgo):
         server_args.speculative_eagle_topk = 1
         server_args.speculative_num_draft_tokens = steps + 1
         server_args.disable_overlap_schedule = True
-        server_args.disable_cuda_graph = True
         graphs = server_args.cuda_graph_config
-        graphs.decode.backend = graphs.prefill.backend = Backend.DISABLED
+        graphs.prefill.backend = Backend.DISABLED
+        # FlashInfer plans on the host and torch reads lengths there: neither can be captured.
+        capturable = server_args.device == "cuda" and read_environment().attention not in ("flashinfer", "torch")
+        if capturable and graphs.decode.backend != Backend.DISABLED:
+            graphs.decode.backend = Backend.FULL
+        else:
+            server_args.disable_cuda_graph = True
+            graphs.decode.backend = Backend.DISABLED
         server_args.enable_mixed_chunk = False
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_RUNNING_REQUESTS

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
 from longdraft.kernels.hybrid_attention import hybrid_tree_attention
 from longdraft.serve.spec_inputs import VerifyInput
+from longdraft.serve.static_plan import StaticPlan
 
 
 class LongDraftAttention(AttentionBackend):
@@ -18,8 +20,21 @@ class LongDraftAttention(AttentionBackend):
 
     needs_cpu_seq_lens = True
 
-    def __init__(self, stock: AttentionBackend, pool: Any, prefix_backend: str | None) -> None:
+    def __init__(
+        self, stock: AttentionBackend, pool: Any, prefix_backend: str | None, table: torch.Tensor | None = None
+    ) -> None:
+        """Wrap.
+
+        Args:
+            stock: SGLang's backend.
+            pool: the target's cache pool.
+            prefix_backend: of :func:`hybrid_tree_attention`.
+            table: SGLang's page table, for CUDA graphs.
+        """
         super().__init__()
+        self.table = table
+        self.static: StaticPlan | None = None
+        self.captured_hidden = CaptureHiddenMode.NULL  # what graphs of verifications keep for a draft
         self.stock = stock
         self.pool = pool
         self.prefix_backend = prefix_backend
@@ -30,6 +45,28 @@ class LongDraftAttention(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         if not forward_batch.forward_mode.is_target_verify():
             self.stock.init_forward_metadata(forward_batch)
+        elif forward_batch.spec_info.plan is None:  # what a graph would have replayed
+            self.init_forward_metadata_out_graph(forward_batch, in_capture=True)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """SGLang's decode graphs are of verifications alone, so the stock backend needs no buffers for them."""
+        assert self.table is not None and max_num_tokens % max_bs == 0
+        self.static = StaticPlan(max_bs, max_num_tokens // max_bs, self.table.shape[1], self.table.device)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Cached tokens of a batch's padding: one, of the page table's row 0."""
+        return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Fill the static plan, before a capture and before every replay; the captured forward reads the plan of its size."""
+        if not forward_batch.forward_mode.is_target_verify():
+            self.stock.init_forward_metadata_out_graph(forward_batch, in_capture)
+            return
+        assert self.static is not None and self.table is not None
+        size, longest = forward_batch.batch_size, int(forward_batch.seq_lens_cpu.max())
+        self.static.fill(self.table, forward_batch.req_pool_indices, forward_batch.seq_lens, longest)
+        if in_capture:
+            forward_batch.spec_info.plan = self.static.plan(size)
 
     def support_triton(self) -> bool:
         return self.stock.support_triton()
@@ -60,6 +97,7 @@ class LongDraftAttention(AttentionBackend):
             scales = layer.k_scale_float, layer.v_scale_float
         self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), *written, layer.k_scale, layer.v_scale)
         plan = forward_batch.spec_info.plan
+        assert plan is not None, "a captured forward has its plan from the static buffers"
         out_THD = hybrid_tree_attention(
             q_THD, k_TKD, v_TKD, keys, values, plan, layer.scaling, backend=self.prefix_backend, kv_scales=scales
         )

@@ -22,6 +22,7 @@ from longdraft.serve.sampling.target_choice import target_choice
 from longdraft.serve.settings import ServeSettings, request_settings
 from longdraft.serve.simulate import simulated, simulated_acceptance
 from longdraft.serve.spec_inputs import DraftInput
+from longdraft.serve.step_clock import make_clock
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.verify import Verified, verify
 
@@ -39,20 +40,29 @@ class DecodeStep:
         self.observer = observer
         self.settings = settings
         self.stride = stride
+        self.clock = make_clock(settings.step_times, torch.device(target_worker.model_runner.device))
+        self.graphs: Any = None  # SGLang's graphs of the target's verification, where it made some
         self.vocab: int = target_worker.model_runner.model_config.vocab_size
 
     def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Every request of the batch gains at least one token."""
-        drafts = self._propose(batch)
+        with self.clock.step(len(batch.reqs)):
+            return self._run(batch)
+
+    def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        with self.clock.phase("draft"):
+            drafts = self._propose(batch)
         everyone = list(range(len(batch.reqs)))
         try:
-            seen = verify(self.target_worker, batch, everyone, drafts, self.observer)
+            width = self.stride if self.graphs is not None and len(everyone) <= self.graphs.max_bs else None
+            seen = verify(self.target_worker, batch, everyone, drafts, self.observer, width, self.clock)
         except Exception:
             logger.exception("longdraft: a verification failed, its requests are verified one by one without drafts")
             drafts = [[] for _ in everyone]
             seen = Verified.join([self._verify_alone(batch, i) for i in everyone])
-        runs = self._keep(batch, drafts, seen)
-        return self._result(batch, runs, seen)
+        with self.clock.phase("keep"):
+            runs = self._keep(batch, drafts, seen)
+            return self._result(batch, runs, seen)
 
     def mode_of(self, req: Any) -> str:
         """The request's mode, read once; its counters are attached with it."""
@@ -77,7 +87,7 @@ class DecodeStep:
         members = [batch.reqs[index] for index in wanting]
         try:
             params = RowParams.build(members, [1] * len(members), batch.seq_lens.device)
-            proposed = self.drafter.propose(list(wanting.values()), params.choose)
+            proposed = self.drafter.propose(list(wanting.values()), params)
         except Exception:
             logger.exception("longdraft: the drafter failed, its requests go on without drafts for this step")
             self.drafter.clear()

@@ -14,8 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from longdraft.draft_models.checkpoint import read_config
 from longdraft.kernels.few_rows_linear import few_rows_linear
 from longdraft.kernels.prefix_attention import gather_slots
+from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.checks import exit_on_user_error
 from longdraft.serve.request_checks import check_logprob_start, check_sampling_params
+from longdraft.serve.spec_inputs import VerifyInput
 
 
 def check_request(self: Any, vocab_size: int) -> None:
@@ -115,6 +117,14 @@ def mask_on_cpu(original: Any, *args: Any, **kwargs: Any) -> None:
     xgrammar.apply_token_bitmask_inplace(logits, kwargs["vocab_mask"])
 
 
+def captured_input(original: Any, self: Any, num_tokens: int) -> Any:
+    """What SGLang captures a verification with is EAGLE's; ours has a plan and, for an EAGLE-3 draft, asks for hidden layers."""
+    runner = self.model_runner
+    if not isinstance(runner.attn_backend, LongDraftAttention):
+        return original(self, num_tokens)
+    return VerifyInput(None, runner.attn_backend.captured_hidden)
+
+
 HOOKS: list[tuple[str, Any, HookType]] = [
     ("sglang.srt.sampling.sampling_params.SamplingParams.verify", check_request, HookType.BEFORE),
     (
@@ -123,6 +133,11 @@ HOOKS: list[tuple[str, Any, HookType]] = [
         HookType.BEFORE,
     ),
     ("sglang.srt.server_args.ServerArgs._handle_missing_default_values", early_arguments, HookType.BEFORE),
+    (
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
+        captured_input,
+        HookType.AROUND,
+    ),
 ]
 CPU_HOOKS: list[tuple[str, Any, HookType]] = [
     ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", no_copy_kernels, HookType.REPLACE),

@@ -44,6 +44,9 @@ class ServeSettings(Settings):
     simulate_accept_length: float | None = Field(
         None, ge=1, description="benchmarks only: force this mean accept length (bonus in); the text is wrong"
     )
+    step_times: str | None = Field(
+        None, description="file to which one line of phase times is added every decode step; None measures nothing"
+    )
 
     @model_validator(mode="after")
     def _head_has_counts(self) -> "ServeSettings":

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.common import alloc_token_slots, get_alloc_reserve_per_decode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from longdraft.kernels.plan import AttentionPlan
@@ -54,11 +55,17 @@ class DraftInput(SpecInput):
 
 
 class VerifyInput(SpecInput):
-    """Into one verification: what each request's new tokens read."""
+    """Into one verification: what each request's new tokens read, and what the forward keeps of the hidden layers.
 
-    def __init__(self, plan: AttentionPlan) -> None:
+    No plan where SGLang captures a graph or replays one: the attention backend's static plan takes its place.
+    """
+
+    def __init__(
+        self, plan: AttentionPlan | None, capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
+    ) -> None:
         super().__init__(SpecInputType.EAGLE_VERIFY)
         self.plan = plan
+        self.capture_hidden_mode = capture_hidden_mode
 
     def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
         return 1, 1

@@ -64,8 +64,19 @@ class LongDraftWorker(BaseSpecWorker):
 
     def init_attention_backends(self) -> None:
         runner = self.runner
-        runner.attn_backend = LongDraftAttention(runner.attn_backend, runner.token_to_kv_pool, self.prefix_backend)
+        table = runner.req_to_token_pool.req_to_token
+        runner.attn_backend = LongDraftAttention(
+            runner.attn_backend, runner.token_to_kv_pool, self.prefix_backend, table
+        )
+        runner.attn_backend.captured_hidden = self.observer.capture
         self.drafter.bind_pool(runner.token_to_kv_pool)
+
+    def init_cuda_graphs(self) -> None:
+        """The draft's, at the sizes at which SGLang has just captured the target's verification."""
+        graphs = self.runner.decode_cuda_graph_runner
+        if graphs is not None and hasattr(graphs, "capture_bs"):
+            self.step.graphs = graphs
+            self.drafter.use_graphs(graphs.capture_bs)
 
     def clear_cache_pool(self) -> None:
         self._start_anew()

@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+from longdraft.serve.sampling.rows import RowParams
 
 
 class PieceTokenizer:
@@ -67,3 +70,20 @@ def plain_request(output: Sequence[int] = (), rid: str = "r", tokenizer: Any = N
         grammar=None,
         customized_info=None,
     )
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.3},
+    {"temperature": 0.9, "top_p": 0.8, "top_k": 20, "min_p": 0.01},
+]  # what the draft loop runs differently: greedy, noisy, filtered
+
+
+def row_params(ids: Sequence[str], sampling: dict[str, Any]) -> RowParams:
+    """One row a request, seeded by its id."""
+    reqs = []
+    for rid in ids:
+        params = SamplingParams(**sampling, sampling_seed=ord(rid))
+        params.normalize(None)
+        reqs.append(SimpleNamespace(rid=rid, sampling_params=params))
+    return RowParams.build(reqs, [1] * len(reqs), torch.device("cpu"))

@@ -4,7 +4,7 @@ Legend: T tokens, B requests, V vocabulary, A features of the observed target la
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,8 @@ class Drafter(ABC):
 
         Args:
             requests: those that want drafts.
-            pick: chooses from draft logits the way the target will (greedy, or by the request's noise).
+            pick: chooses from draft logits the way the target will (greedy, or by the request's noise): the server's is a
+                RowParams of one row a request, whose numbers a CUDA graph can read anew.
         """
 
     @abstractmethod
@@ -76,6 +77,9 @@ class Drafter(ABC):
         """Forget everything: the cache was flushed or weights changed."""
 
     # What follows is for those that need it; the others leave it.
+
+    def use_graphs(self, sizes: Sequence[int]) -> None:  # noqa: B027
+        """Pad batches to these sizes from now on and, on a card, replay graphs; called once everything is bound."""
 
     def bind_pool(self, pool: Any) -> None:  # noqa: B027
         """The target's cache pool exists now; called once."""

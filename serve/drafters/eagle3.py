@@ -14,6 +14,7 @@ of rejected drafts lie in slots that are written again before anything reads the
 Legend: B requests, T tokens, S cache slots, H query heads, K key/value heads, D head size, E hidden size, W page-list width.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from longdraft.draft_models.eagle3_chain import propose_eagle3_chain
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import prefix_attention
 from longdraft.serve.drafters.base import Computed, Drafter, DraftRequest, Pick
+from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
+from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
 
 
 class Eagle3Drafter(Drafter):
@@ -44,6 +47,7 @@ class Eagle3Drafter(Drafter):
         self.row_shape = (config.num_kv_heads, config.head_dim)
         per_slot = 2 * config.num_kv_heads * config.head_dim + config.target.hidden_size
         self.bytes_per_slot = per_slot * draft.dtype.itemsize
+        self.host_lens: list[int] | None = None
         self.bound = False
 
     def bind_pool(self, pool: Any) -> None:
@@ -56,7 +60,15 @@ class Eagle3Drafter(Drafter):
         self.v_SKD = torch.zeros_like(self.k_SKD)
         self.hidden_SE = torch.zeros(slots, self.draft.config.target.hidden_size, dtype=dtype, device=device)
         self.scratch = torch.arange(slots, slots + scratch, device=device).view(self.max_requests, self.steps)
+        self.inputs = LoopInputs(self.max_requests, self.sinks + self.window, self.steps, self.k_SKD.device, 0)
+        self.before_BE = torch.zeros(self.max_requests, self.hidden_SE.shape[1], dtype=dtype, device=device)
         self.bound = True
+        self.use_graphs([])
+
+    def use_graphs(self, sizes: Sequence[int]) -> None:
+        self.runner = make_runner(self._loop, [n for n in sizes if n <= self.max_requests], self.k_SKD.device)
+        if isinstance(self.runner, CudaGraphRunner):
+            self.runner.capture(GREEDY)
 
     @torch.no_grad()
     def observe(self, computed: Computed) -> None:
@@ -75,27 +87,64 @@ class Eagle3Drafter(Drafter):
         return [next(drafted)[: r.limit] if len(r.pages) else [] for r in requests]
 
     def _chains(self, requests: list[DraftRequest], pick: Pick) -> list[list[int]]:
-        device, steps = self.k_SKD.device, min(self.steps, max(r.limit for r in requests))
-        scratch_BK = self.scratch[: len(requests)]
-        rows = _Rows([r.pages for r in requests], scratch_BK, steps, self.window, self.sinks)
+        size, most = self.runner.padded(len(requests)), self.sinks + self.window
+        pages = []
+        for r in requests:  # rows 0 .. n - 2 of the text, in the slots of tokens 1 .. n - 1
+            rows = r.pages[1:]
+            whole = len(rows) <= most
+            pages.append(rows if whole else torch.cat([rows[: self.sinks], rows[len(rows) - self.window :]]))
+        roots, positions = [r.tokens.newest for r in requests], [r.tokens.cached for r in requests]
+        variant = self.inputs.fill([0] * len(requests), roots, positions, pages, pick, size)
+        last_B = torch.stack([r.pages[-1] for r in requests]).long()
+        self.before_BE[: len(requests)] = self.hidden_SE[last_B]
+        self.before_BE[len(requests) : size] = 0
+        self.host_lens = None if self.runner.sizes else [len(p) for p in pages]
+        self.runner.run(len(requests), variant)
+        found: list[list[int]] = self.inputs.drafted_BK[: len(requests)].tolist()
+        return found
+
+    def _loop(self, size: int, variant: Any) -> None:
+        """All steps of ``size`` chains, from and to :attr:`inputs`.
+
+        The list of what a step sees is a ring behind the sinks: while there is room a step's row goes behind the last, then in
+        place of the oldest of the window. The order of rows does not matter to the attention.
+        """
+        given, scratch_BK = self.inputs, self.scratch[:size]
+        most, every = self.sinks + self.window, torch.arange(size, device=self.k_SKD.device)
         scale = self.draft.config.head_dim**-0.5
+        pages_BW = given.pages_BW[:size].clone()  # the inputs stay what they are: a graph's work is run more than once
 
         def attend(step: int, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> torch.Tensor:
             self.k_SKD[scratch_BK[:, step]], self.v_SKD[scratch_BK[:, step]] = k_BKD, v_BKD
-            plan = rows.plan(step)
+            last_B = given.lens_B[:size].long() + step  # where the row would go if the list had no end
+            at_B = torch.where(last_B < most, last_B, self.sinks + (last_B - most) % self.window)
+            pages_BW[every, at_B] = scratch_BK[:, step].int()
+            plan = self._plan(pages_BW, (last_B + 1).clamp_max(most).int(), step)
             return prefix_attention(q_BHD, self.k_SKD, self.v_SKD, plan, scale, self.attention)[0]
 
-        last_B = torch.stack([r.pages[-1] for r in requests]).long()
-        root_B = torch.tensor([r.tokens.newest for r in requests], device=device)
-        position_B = torch.tensor([r.tokens.cached for r in requests], device=device)
-        drafted_BK = propose_eagle3_chain(
-            self.draft, self.hidden_SE[last_B], root_B, position_B, steps, attend, lambda x, at, step: pick(x, at)
+        _, root_B, position_B = given.ids_3B[:, :size]
+        given.drafted_BK[:size] = propose_eagle3_chain(
+            self.draft,
+            self.before_BE[:size],
+            root_B,
+            position_B,
+            self.steps,
+            attend,
+            lambda logits, at, step: given.pick(logits, at, variant),
         )
-        found: list[list[int]] = drafted_BK.tolist()
-        return found
+
+    def _plan(self, pages_BW: torch.Tensor, lens_B: torch.Tensor, step: int) -> AttentionPlan:
+        """A step's plan; without graphs by the host's lengths, since a CPU reads runs of slots in place."""
+        size = len(lens_B)
+        if self.host_lens is None:
+            return AttentionPlan.on_device(pages_BW, lens_B, self.inputs.cu_B1[: size + 1], list(range(size + 1)))
+        most = self.sinks + self.window
+        return AttentionPlan.build(pages_BW, [min(n + step + 1, most) for n in self.host_lens], [1] * size)
 
     def bind_target(self, embedding_VE: torch.Tensor, head_VE: torch.Tensor) -> None:
         self.draft.bind(embedding_VE, head_VE)
+        if self.bound:
+            self.runner.forget()
 
     def committed(self, request: DraftRequest, tokens: list[int]) -> None:
         """Observed as the target computes them."""
@@ -105,31 +154,3 @@ class Eagle3Drafter(Drafter):
 
     def clear(self) -> None:
         """Every slot is written before it is read again."""
-
-
-class _Rows:
-    """Slots of the rows that each step sees: rows 0 .. n - 2 of the text (in the slots of tokens 1 .. n - 1), then the chain's."""
-
-    def __init__(
-        self, pages: list[torch.Tensor], scratch_BK: torch.Tensor, steps: int, window: int, sinks: int
-    ) -> None:
-        self.window, self.sinks = window, sinks
-        self.lists = [torch.cat([p[1:].long(), s[:steps]]) for p, s in zip(pages, scratch_BK, strict=True)]
-        self.text = [len(p) - 1 for p in pages]
-        whole = max(self.text) + steps <= window + sinks
-        self.pages_BW = torch.nn.utils.rnn.pad_sequence(self.lists, batch_first=True) if whole else None
-
-    def plan(self, step: int) -> AttentionPlan:
-        """What the rows of a step read, each its own row included."""
-        counts = [text + step + 1 for text in self.text]
-        ones = [1] * len(counts)
-        if self.pages_BW is not None:
-            return AttentionPlan.build(self.pages_BW, counts, ones)
-        seen = [self._visible(slots, count) for slots, count in zip(self.lists, counts, strict=True)]
-        pages_BW = torch.nn.utils.rnn.pad_sequence(seen, batch_first=True)
-        return AttentionPlan.build(pages_BW, [len(x) for x in seen], ones)
-
-    def _visible(self, slots: torch.Tensor, count: int) -> torch.Tensor:
-        if count <= self.window + self.sinks:
-            return slots[:count]
-        return torch.cat([slots[: self.sinks], slots[count - self.window : count]])

@@ -3,6 +3,7 @@
 Legend: B requests, W page-list width, H query heads, K key/value heads, D head size.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,21 +14,34 @@ from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import prefix_attention
 from longdraft.serve.drafters.base import Drafter, DraftRequest, Pick
+from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
+from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
 
 
 class LongSpecDrafter(Drafter):
-    """Chain drafts. Rings are rebuilt from the last ids whenever what they hold is not exactly the request's tokens."""
+    """Chain drafts. Rings are rebuilt from the last ids whenever what they hold is not exactly the request's tokens.
+
+    All steps of a chain are one function over static buffers, always of full length, which a :class:`GraphRunner` replays.
+    """
 
     def __init__(
         self, draft: LongSpecDraft, max_requests: int, steps: int, context: int, sinks: int, attention: str | None
     ) -> None:
-        self.draft, self.steps = draft, steps
+        self.draft, self.steps, self.max_requests = draft, steps, max_requests
         self.context, self.sinks = context, min(sinks, context)
         self.attention = attention
-        self.state = WindowState(draft, max_requests, steps)
+        self.state = WindowState(draft, max_requests + 1, steps)  # the last ring is for a batch's padding
+        self.inputs = LoopInputs(max_requests, context, steps, self.state.k.device, idle_row=max_requests)
+        self.plan: AttentionPlan | None = None
         self.layer: tuple[torch.Tensor, torch.Tensor] | None = None
         self.rows: dict[str, int] = {}
         self.held: dict[str, int] = {}  # tokens that a request's ring holds
+        self.use_graphs([])
+
+    def use_graphs(self, sizes: Sequence[int]) -> None:
+        self.runner = make_runner(self._loop, [n for n in sizes if n <= self.max_requests], self.state.k.device)
+        if isinstance(self.runner, CudaGraphRunner):
+            self.runner.capture(GREEDY)
 
     def bind_cache(self, k_SKD: torch.Tensor, v_SKD: torch.Tensor) -> None:
         """The target's last-layer cache, read in place."""
@@ -39,25 +53,47 @@ class LongSpecDrafter(Drafter):
 
     def bind_target(self, embedding_VE: torch.Tensor, head_VE: torch.Tensor) -> None:
         self.draft.bind(embedding_VE, head_VE)
+        self.runner.forget()
 
     def propose(self, requests: list[DraftRequest], pick: Pick) -> list[list[int]]:
         assert self.layer is not None, "bind_cache() first"
+        rows = self._rows_of(requests)
+        pages = [self._view(r.pages) for r in requests]
+        size = self.runner.padded(len(requests))
+        roots, positions = [r.tokens.newest for r in requests], [r.tokens.cached for r in requests]
+        variant = self.inputs.fill(rows, roots, positions, pages, pick, size)
+        # Without graphs the host's lengths are worth having: a CPU reads runs of slots in place.
+        self.plan = (
+            None
+            if self.runner.sizes
+            else AttentionPlan.build(self.inputs.pages_BW[:size], [len(p) for p in pages], [1] * size)
+        )
+        self.runner.run(len(requests), variant)
+        drafted = self.inputs.drafted_BK[: len(requests)].tolist()
+        return [ids[: r.limit] for r, ids in zip(requests, drafted, strict=True)]
+
+    def _loop(self, size: int, variant: Any) -> None:
+        """All steps of ``size`` chains, from and to :attr:`inputs`."""
+        assert self.layer is not None
         keys, values = self.layer
-        device = keys.device
-        row_B = torch.tensor(self._rows_of(requests), device=device)
-        root_B = torch.tensor([r.tokens.newest for r in requests], device=device)
-        position_B = torch.tensor([r.tokens.cached for r in requests], device=device)
-        plan = self._plan(requests)
-        scale = self.draft.config.target.head_dim**-0.5
+        given, scale = self.inputs, self.draft.config.target.head_dim**-0.5
+        plan = self.plan or AttentionPlan.on_device(
+            given.pages_BW[:size], given.lens_B[:size], given.cu_B1[: size + 1], list(range(size + 1))
+        )
 
         def cross_attend(q_BHD: torch.Tensor) -> torch.Tensor:
             return prefix_attention(q_BHD.to(keys.dtype), keys, values, plan, scale, self.attention)[0].to(q_BHD.dtype)
 
-        steps = max(r.limit for r in requests)
-        drafted_BK = propose_chain(
-            self.state, row_B, root_B, position_B, steps, cross_attend, lambda logits, at, step: pick(logits, at)
+        row_B, root_B, position_B = given.ids_3B[:, :size]
+        given.drafted_BK[:size] = propose_chain(
+            self.state,
+            row_B,
+            root_B,
+            position_B,
+            self.steps,
+            cross_attend,
+            lambda logits, at, step: given.pick(logits, at, variant),
         )
-        return [ids[: r.limit] for r, ids in zip(requests, drafted_BK.tolist(), strict=True)]
 
     def _rows_of(self, requests: list[DraftRequest]) -> list[int]:
         present = {r.rid for r in requests}
@@ -73,7 +109,7 @@ class LongSpecDrafter(Drafter):
 
     def _free_row(self, present: set[str]) -> int:
         taken = set(self.rows.values())
-        for row in range(self.state.k.shape[0]):
+        for row in range(self.max_requests):
             if row not in taken:
                 return row
         stale = next(rid for rid in self.rows if rid not in present)
@@ -81,18 +117,10 @@ class LongSpecDrafter(Drafter):
         self.forget(stale)
         return row
 
-    def _plan(self, requests: list[DraftRequest]) -> AttentionPlan:
-        """Sinks and the most recent tokens of each request, at most ``context`` of them."""
+    def _view(self, pages: torch.Tensor) -> torch.Tensor:
+        """Sinks and the most recent tokens, at most ``context`` of them."""
         recent = self.context - self.sinks
-        lists = [
-            r.pages
-            if len(r.pages) <= self.context
-            else torch.cat([r.pages[: self.sinks], r.pages[len(r.pages) - recent :]])
-            for r in requests
-        ]
-        return AttentionPlan.build(
-            torch.nn.utils.rnn.pad_sequence(lists, batch_first=True), [len(x) for x in lists], [1] * len(lists)
-        )
+        return pages if len(pages) <= self.context else torch.cat([pages[: self.sinks], pages[len(pages) - recent :]])
 
     def committed(self, request: DraftRequest, tokens: list[int]) -> None:
         if self.held.get(request.rid) != request.tokens.cached:

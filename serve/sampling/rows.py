@@ -105,6 +105,23 @@ class RowParams:
         noisy_BMD = log_ND.view(batch, nodes, size) + noise_BD[:, None]
         return torch.where(self.greedy_N[:, None, None], plain_BMD, torch.log_softmax(noisy_BMD, -1))
 
+    def first(self, count: int, filtered: bool) -> "RowParams":
+        """Views of the first rows, for code that has to run the same steps whatever the rows hold (a CUDA graph)."""
+        return RowParams(
+            self.temperature_N1[:count],
+            self.top_k_N1[:count],
+            self.top_p_N1[:count],
+            self.min_p_N1[:count],
+            self.seed_N[:count],
+            self.greedy_N[:count],
+            False,
+            filtered,
+        )
+
+    def __call__(self, logits_NV: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
+        """:meth:`choose`."""
+        return self.choose(logits_NV, position_N)
+
     def choose(self, logits_NV: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
         """The target's (or the draft's) choice of each row, int64 ``[N]``.
 

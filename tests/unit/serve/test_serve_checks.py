@@ -30,6 +30,7 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def arguments(config: Any = None, context: int = 4096, **changes: Any) -> SimpleNamespace:
     model = SimpleNamespace(hf_text_config=config or tiny_config("llama"), context_len=context)
     fields = {
+        "device": "cpu",
         "disaggregation_mode": "null",
         "kv_cache_dtype": "auto",
         "speculative_num_steps": None,

@@ -71,7 +71,7 @@ def batch_of(reqs: list[BareRequest]) -> Any:
 
 def made_up_verify(broken: Callable[[Any, list[list[int]]], bool] = lambda reqs, drafts: False) -> Any:
     def verify(
-        target_worker: Any, batch: Any, members: list[int], drafts: list[list[int]], observer: Observer
+        target_worker: Any, batch: Any, members: list[int], drafts: list[list[int]], observer: Observer, *_: Any
     ) -> Verified:
         reqs = [batch.reqs[i] for i in members]
         if broken(reqs, drafts):
@@ -87,7 +87,7 @@ def made_up_verify(broken: Callable[[Any, list[list[int]]], bool] = lambda reqs,
 
 
 def step_of(drafter: Drafter, **changes: Any) -> DecodeStep:
-    worker = SimpleNamespace(model_runner=SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB)))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model_config=SimpleNamespace(vocab_size=VOCAB), device="cpu"))
     return DecodeStep(worker, drafter, Observer(drafter), ServeSettings(**changes), STRIDE)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from serve_fakes import SAMPLING, row_params
 from tiny import tiny_eagle3, tiny_target
 
 from longdraft.draft_models.aux_features import aux_features
@@ -164,7 +165,7 @@ def test_the_pick_sees_the_position_of_each_token_read() -> None:
     show(drafter, TEXTS["a"], PAGES["a"], 0, 20)
     show(drafter, TEXTS["b"], PAGES["b"], 0, 5)
     drafter.propose([known("a", 20, 3), known("b", 5, 2)], pick)
-    assert heard == [[20, 5], [21, 6], [22, 7]]
+    assert heard == [[20, 5], [21, 6], [22, 7], [23, 8]]
 
 
 def test_a_prompt_of_one_token_has_one_feature_and_no_row() -> None:
@@ -238,3 +239,27 @@ def test_the_chain_asks_for_each_step_at_its_row() -> None:
     assert out.shape == (2, 3)
     assert [step for step, _, _ in asked] == [0, 1, 2]
     assert asked[0][1:] == ((2, 4, 16), (2, 2, 16))
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("context", [12, 64])
+def test_padded_static_buffers_draft_what_the_plain_path_drafts(context: int, sampling: dict[str, Any]) -> None:
+    """The graph's twin, within the context and past it, where every step's row takes the place of the oldest."""
+    plain, padded = make(rows=8, context=context), make(rows=8, context=context)
+    padded.use_graphs([2, 4, 6])
+    for drafter in (plain, padded):
+        for rid in "abc":
+            show(drafter, TEXTS[rid], PAGES[rid], 0, 30)
+    for ids in ("abc", "ba", "c", "cab"):
+        batch = [known(rid, 8 + ord(rid) % 7) for rid in ids]
+        params = row_params(ids, sampling)
+        assert padded.propose(batch, params) == plain.propose(batch, params)
+
+
+def test_a_loop_leaves_its_inputs_as_they_are() -> None:
+    """A graph's work runs several times before it is captured."""
+    drafter = make(context=12)
+    show(drafter, TEXTS["a"], PAGES["a"], 0, 30)
+    drafted = drafter.propose([known("a", 30)], greedy)
+    drafter.runner.run(1, greedy)
+    assert drafter.inputs.drafted_BK[:1].tolist() == drafted

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from serve_fakes import SAMPLING, row_params
 from tiny import tiny_draft, tiny_target
 
 from longdraft.draft_models.chain import propose_chain
@@ -122,9 +123,9 @@ def test_cross_attention_reads_sinks_and_the_most_recent_tokens(context: int, si
     first = min(sinks, context)
     columns = list(range(at)) if at <= context else [*range(first), *range(at - (context - first), at)]
     drafter = make(context=context, sinks=sinks)
-    plan = drafter._plan([request("a", at)])
-    assert plan.pages_BW[0, : plan.lens[0]].tolist() == PAGES["a"][columns].tolist()
     assert drafter.propose([request("a", at)], greedy) == [reference("a", at, columns)]
+    assert drafter.inputs.lens_B[0] == len(columns)
+    assert drafter.inputs.pages_BW[0, : len(columns)].tolist() == PAGES["a"][columns].tolist()
 
 
 def test_the_pick_sees_the_position_of_each_token_read() -> None:
@@ -148,3 +149,14 @@ def test_drafting_before_the_cache_is_bound_says_so() -> None:
     drafter: Any = LongSpecDrafter(DRAFT, 1, STEPS, 64, 4, "torch")
     with pytest.raises(AssertionError, match="bind_cache"):
         drafter.propose([request("a", 3)], greedy)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_padded_static_buffers_draft_what_the_plain_path_drafts(sampling: dict[str, Any]) -> None:
+    """The graph's twin: batches of changing size in one set of buffers, none of whose padding reaches a request's drafts."""
+    plain, padded = make(rows=8), make(rows=8)
+    padded.use_graphs([2, 4, 6])
+    for ids in ("abcd", "ba", "c", "dab", "abcd"):
+        batch = [request(rid, 10 + ord(rid) % 7) for rid in ids]
+        params = row_params(ids, sampling)
+        assert padded.propose(batch, params) == plain.propose(batch, params)

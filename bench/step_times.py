@@ -1,0 +1,95 @@
+"""python -m longdraft.bench.step_times --before FILE --after FILE --out breakdown.png
+
+Where decode steps spend their time, from the lines that ``step_times`` has the server write: a table and a picture.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+PARTS = ("draft", "verify", "sampling", "keep", "host gaps")
+SKIPPED = 3  # first steps of a batch size, in which things are built
+
+
+def breakdown(lines: Sequence[dict[str, Any]]) -> dict[int, dict[str, float]]:
+    """Median milliseconds of each part by batch size, and ``step``, the time from step to step.
+
+    Device time of a phase where there is any, else the host's. ``host gaps`` is what no phase accounts for: the time from
+    step to step less the phases.
+    """
+    by_batch: dict[int, list[dict[str, float]]] = defaultdict(list)
+    for line in lines:
+        if line["gap_ms"] is None:
+            continue
+        parts = {name: line["device_ms"].get(name, ms) for name, ms in line["host_ms"].items()}
+        step = line["wall_ms"] + line["gap_ms"]
+        by_batch[line["batch"]].append({**parts, "host gaps": max(0.0, step - sum(parts.values())), "step": step})
+    return {
+        batch: {name: statistics.median(s.get(name, 0.0) for s in steps[SKIPPED:]) for name in (*PARTS, "step")}
+        for batch, steps in sorted(by_batch.items())
+        if len(steps) > SKIPPED
+    }
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Steps in a file that may end within a line."""
+    found = []
+    for text in path.read_text().splitlines():
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            continue
+    return found
+
+
+def table(columns: dict[str, dict[str, float]]) -> str:
+    """Markdown: one row a part, one column a case."""
+    rows = [["ms a step", *columns], ["---"] * (len(columns) + 1)]
+    for part in (*PARTS, "step"):
+        rows.append([part, *(f"{column[part]:.2f}" for column in columns.values())])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def picture(columns: dict[str, dict[str, float]], path: Path) -> None:
+    """Stacked bars, one a case."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(1.6 * len(columns) + 3, 4), layout="constrained")
+    below = [0.0] * len(columns)
+    for part in PARTS:
+        heights = [column[part] for column in columns.values()]
+        axis.bar(list(columns), heights, bottom=below, label=part)
+        below = [b + h for b, h in zip(below, heights, strict=True)]
+    axis.set_ylabel("ms a scheduler step")
+    axis.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table and draw the picture of one or more files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--before", type=Path)
+    parser.add_argument("--after", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    columns: dict[str, dict[str, float]] = {}
+    for name, path in (("before", args.before), ("after", args.after)):
+        if path is not None:
+            columns |= {f"{name}, batch {b}": parts for b, parts in breakdown(read_lines(path)).items()}
+    print(table(columns))
+    picture(columns, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

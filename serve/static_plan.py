@@ -1,0 +1,45 @@
+"""The page lists of a verification in buffers whose addresses never change, for CUDA graphs.
+
+Legend: B requests, W page-list width.
+"""
+
+import torch
+
+from longdraft.kernels.plan import AttentionPlan
+
+
+class StaticPlan:
+    """Plans of chains of one width for up to ``most`` requests; filled on the device before every replay."""
+
+    def __init__(self, most: int, width: int, columns: int, device: torch.device) -> None:
+        """Allocate.
+
+        Args:
+            most: requests.
+            width: new tokens of each request.
+            columns: of SGLang's page table. The lists are longer by a chain: near the end of a table's row the chain's padding
+                has no slots there, and stands on slot 0, which nobody owns.
+            device: of the table.
+        """
+        self.width = width
+        self.pages_BW = torch.zeros(most, columns + width, dtype=torch.int32, device=device)
+        self.lens_B = torch.zeros(most, dtype=torch.int32, device=device)
+        self.cu_B1 = torch.arange(most + 1, dtype=torch.int32, device=device) * width
+
+    def fill(self, table: torch.Tensor, row_B: torch.Tensor, lens_B: torch.Tensor, longest: int) -> None:
+        """Read the page table for a batch and its padding.
+
+        Args:
+            table: SGLang's page table; row 0 is the padding's.
+            row_B: each request's row.
+            lens_B: cached tokens of each.
+            longest: none of them is larger; columns behind it and its chain keep what they held.
+        """
+        size, used = len(row_B), min(longest + self.width, table.shape[1])
+        self.pages_BW[:size, :used] = table[row_B, :used].to(torch.int32)
+        self.lens_B[:size] = lens_B
+
+    def plan(self, size: int) -> AttentionPlan:
+        """The plan of a batch of ``size``, over views of the buffers."""
+        cu = list(range(0, (size + 1) * self.width, self.width))
+        return AttentionPlan.on_device(self.pages_BW[:size], self.lens_B[:size], self.cu_B1[: size + 1], cu)
