@@ -69,8 +69,17 @@ def write_models(folder: Path) -> tuple[Path, Path, Path]:
     return target, eagle, folder / "longspec"
 
 
-def launch_command(system: str, models: tuple[Path, Path, Path], context: int) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of one system."""
+def launch_command(
+    system: str, models: tuple[Path, Path, Path], context: int, times: Path | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of one system; ``longdraft-eager`` is ours without CUDA graphs.
+
+    Args:
+        system: its name.
+        models: of :func:`write_models`.
+        context: longest request.
+        times: where our server writes its steps' phase times.
+    """
     target, eagle, longspec = models
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target), "--load-format", "dummy"]
     command += ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--context-length", str(context)]
@@ -84,9 +93,13 @@ def launch_command(system: str, models: tuple[Path, Path, Path], context: int) -
         if system == "eagle3-window":
             command += ["--speculative-draft-window-size", str(WINDOW)]
         return command, {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT)), "SGLANG_PLUGINS": "none"}
-    if system == "longdraft":
+    if system.startswith("longdraft"):
         command += ["--speculative-algorithm", "LONGDRAFT", "--speculative-draft-model-path", str(longspec), *steps]
-        return command, {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT)), "SGLANG_PLUGINS": "longdraft"}
+        if system == "longdraft-eager":
+            command += ["--disable-cuda-graph"]
+        settings = json.dumps({} if times is None else {"step_times": str(times)})
+        forced = {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT))}
+        return command, forced | {"SGLANG_PLUGINS": "longdraft", "LONGDRAFT_SETTINGS": settings}
     return command, {"SGLANG_PLUGINS": "none"}
 
 
@@ -141,6 +154,7 @@ def main() -> int:
     parser.add_argument("--systems", default="longdraft,eagle3,eagle3-window,plain")
     parser.add_argument("--models", type=Path, default=Path("/tmp/longdraft-models"))
     parser.add_argument("--logs", type=Path, default=Path("/tmp/longdraft-logs"))
+    parser.add_argument("--step-times", type=Path, help="folder for our servers' phase times, for bench.step_times")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     models = write_models(args.models)
@@ -150,7 +164,8 @@ def main() -> int:
         before = json.loads(args.out.read_text())
         figures, checks = before["figures"], before["checks"]
     for system in args.systems.split(","):
-        command, environment = launch_command(system, models, 36_000)
+        times = args.step_times and args.step_times / f"{system}.jsonl"
+        command, environment = launch_command(system, models, 36_000, times)
         log = args.logs / f"{system}.log"
         try:
             with Server(system, command, log, environment) as server:

@@ -79,11 +79,15 @@ SAMPLING: list[dict[str, Any]] = [
 ]  # what the draft loop runs differently: greedy, noisy, filtered
 
 
-def row_params(ids: Sequence[str], sampling: dict[str, Any]) -> RowParams:
+def row_params(
+    ids: Sequence[str],
+    sampling: dict[str, Any],
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> RowParams:
     """One row a request, seeded by its id."""
     reqs = []
     for rid in ids:
         params = SamplingParams(**sampling, sampling_seed=ord(rid))
         params.normalize(None)
         reqs.append(SimpleNamespace(rid=rid, sampling_params=params))
-    return RowParams.build(reqs, [1] * len(reqs), torch.device("cpu"))
+    return RowParams.build(reqs, [1] * len(reqs), device)
