@@ -17,6 +17,18 @@ SYSTEMS = {
     "longdraft": "longdraft `full`, LongSpec, FA3, eager",
 }
 CASES = {"b1_c32k": "1 × 32K", "b16_c32k": "16 × 32K"}
+LENGTHS = (2, 8, 32)
+ROWS = {"answers": "last 1,024 tokens", "all": "all tokens"}
+SIDES = {"ours": "longdraft", "specforge": "SpecForge 0.2.0"}
+ABLATIONS = (  # label, record, name of the draft there
+    ("trained at 1K with offsets and lags", "longspec_ablation_h200", "base"),
+    ("the same, no offsets", "longspec_ablation_h200", "no_offsets"),
+    ("the same, no lags", "longspec_ablation_h200", "no_lags"),
+    ("trained at 4K without views, reads the whole cache", "views_ablation_h200", "base4k"),
+    ("the same, reads a view of 1K", "views_ablation_1k_h200", "base4k"),
+    ("trained at 4K with views, reads the whole cache", "views_ablation_h200", "views4k"),
+    ("the same, reads a view of 1K", "views_ablation_1k_h200", "views4k"),
+)
 
 
 def read(name: str) -> dict[str, Any]:
@@ -51,7 +63,49 @@ def identity_table() -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"speed": speed_table, "identity": identity_table}
+def training_table() -> str:
+    """EAGLE-3 training beside SpecForge's trainer by length of the document; what was not run has a dash."""
+    figures = read("eagle3_training_h200")["figures"]
+    lines = [
+        "| H200, EAGLE-3 for an 8B shape | " + " | ".join(f"{n}K" for n in LENGTHS) + " |",
+        "|---|" + "---|" * len(LENGTHS),
+    ]
+    for rows, said in ROWS.items():
+        for side, label in SIDES.items():
+            cells = [training_cell(figures, f"{side}_{rows}_{n}k") for n in LENGTHS]
+            lines.append(f"| {label}, {said} | " + " | ".join(cells) + " |")
+        if any(f"speed_ratio_{rows}_{n}k" in figures for n in LENGTHS):
+            cells = [
+                f"{figures[f'speed_ratio_{rows}_{n}k']:.1f} × speed, {figures[f'memory_ratio_{rows}_{n}k']:.2f} × memory"
+                for n in LENGTHS
+            ]
+            lines.append(f"| longdraft / SpecForge, {said} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def training_cell(figures: dict[str, float], trial: str) -> str:
+    """Tokens a second, peak memory, and the step beside the least that it could take."""
+    if f"{trial}_tok_s" not in figures:
+        return "–"
+    speed, peak, step, floor = (figures[f"{trial}_{key}"] for key in ("tok_s", "peak_gib", "ms_step", "floor_ms"))
+    return f"{speed:,.0f} tokens/s, {peak:.1f} GiB, {step:,.0f} ms ({floor:.0f})"
+
+
+def ablation_table() -> str:
+    """τ of LongSpec drafts that differ in one thing."""
+    lines = ["| LongSpec draft, 150 steps, chain of 4 | τ at 2K | τ at 7.9K |", "|---|---|---|"]
+    for label, record, draft in ABLATIONS:
+        figures = read(record)["figures"]
+        lines.append(f"| {label} | {figures[f'{draft}_2048_tau']:.3f} | {figures[f'{draft}_7900_tau']:.3f} |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "speed": speed_table,
+    "identity": identity_table,
+    "training": training_table,
+    "ablation": ablation_table,
+}
 
 
 def fill(text: str) -> str:
