@@ -1,5 +1,6 @@
 """What made a run: its command, versions and resolved settings, beside its results."""
 
+import os
 import platform
 import shlex
 import subprocess
@@ -16,11 +17,11 @@ from longdraft.train.tracking import redact
 
 
 def commit() -> str | None:
-    """The working copy's git commit, with ``+`` if it has changes; None outside of one."""
+    """The working copy's git commit, with ``+`` if it has changes; outside of one ``LONGDRAFT_COMMIT``, or None."""
     try:
         return _git("rev-parse", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("LONGDRAFT_COMMIT") or None
 
 
 def _git(*words: str) -> str:

@@ -65,14 +65,21 @@ def serve(argv: Argv) -> int:
 
 
 def models(argv: Argv) -> int:
-    """fetch models that need no model hub: fetch smollm2"""
-    from longdraft.models import MODELS, fetch
+    """models that need no model hub, and drafts that come along: fetch smollm2 | draft smollm2-135m longspec"""
+    from longdraft.models import MODELS, SHIPPED, fetch, shipped_draft
 
     parser = argparse.ArgumentParser(prog="longdraft models", description="Models that need no model hub.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("fetch", help="download, convert once, print the folder")
     command.add_argument("name", help=f"one of {', '.join(MODELS)}")
-    print(fetch(parser.parse_args(argv).name, say=lambda text: print(text, file=sys.stderr)))
+    command = commands.add_parser("draft", help="print the folder of a draft that comes with longdraft")
+    command.add_argument("model", help=f"one of {', '.join(SHIPPED)}")
+    command.add_argument("kind", help="longspec or eagle3")
+    args = parser.parse_args(argv)
+    if args.command == "draft":
+        print(shipped_draft(args.model, args.kind))
+    else:
+        print(fetch(args.name, say=lambda text: print(text, file=sys.stderr)))
     return 0
 
 

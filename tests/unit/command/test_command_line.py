@@ -43,6 +43,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--config", "recipes/smoke/longspec.yaml", "--optim.lr", "-1", "--plan"], "optim.lr=-1"),
         (["serve", "--mode", "fast", "--model-path", "x"], "mode='fast'"),
         (["models", "fetch", "smolm2"], "did you mean 'smollm2'"),
+        (["models", "draft", "smollm2-135m", "eagle"], "did you mean 'smollm2-135m eagle3'"),
         (["demo", "--pears", "3"], "--pears"),
     ],
 )

@@ -70,3 +70,13 @@ def test_a_new_conversion_replaces_the_folder(conversions: list[Path], monkeypat
     assert len(conversions) == 2
     models.fetch("small")
     assert len(conversions) == 2
+
+
+def test_a_draft_whose_weights_are_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(models, "__file__", str(tmp_path / "models.py"))
+    with pytest.raises(UserError, match=r"smollm2-135m/longspec' has no model\.safetensors"):
+        models.shipped_draft("smollm2-135m", "longspec")
+    weights = tmp_path / "recipes" / "smollm2-135m" / "longspec" / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.touch()
+    assert models.shipped_draft("smollm2-135m", "longspec") == weights.parent
