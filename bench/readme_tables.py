@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from longdraft.train.buckets import bucket_of
+
 RESULTS = Path(__file__).resolve().parent / "results"
 SYSTEMS = {
     "eagle3": "SGLang, EAGLE-3 on FA3, graphs",
     "eagle3_window": "the same, draft window 4,096",
     "longdraft": "longdraft `full`, LongSpec, FA3, eager",
 }
+DRAFTS = {"longspec": "LongSpec", "eagle3": "EAGLE-3"}
 CASES = {"b1_c32k": "1 × 32K", "b16_c32k": "16 × 32K"}
 LENGTHS = (2, 8, 32)
 ROWS = {"answers": "last 1,024 tokens", "all": "all tokens"}
@@ -63,6 +66,32 @@ def identity_table() -> str:
     return "\n".join(lines)
 
 
+def tau_rows(record: dict[str, Any]) -> str:
+    """Accept length by context of a record of ``bench score_drafts``: a row a prompt length, a column a draft.
+
+    Groups of one kind of document are left out; those of all kinds hold their answers too.
+    """
+    s, rows = record["settings"], record["rows"]
+    drafts = list(dict.fromkeys(row["draft"] for row in rows))
+    found = {(row["draft"], row["group"]): f"{row['tau']:.2f} ({row['tau_without_bonus']:.2f})" for row in rows}
+    answers = {row["group"]: row["answers"] for row in rows if row["group"].isdecimal()}
+    names = " | ".join(f"{DRAFTS.get(draft, draft)}: τ (without bonus)" for draft in drafts)
+    lines = [
+        f"| greedy, chains of {s['steps']}, {s['new_tokens']} tokens | prompt | answers, looping ones left out | {names} |"
+    ]
+    lines.append("|---|---|---|" + "---|" * len(drafts))
+    for group in sorted(answers, key=int):
+        count = f"{answers[group]}, {record['figures'].get(f'{group}_looping', 0):.0f}"
+        cells = [bucket_of(int(group)), f"{int(group):,} tokens", count, *(found.get((d, group), "-") for d in drafts)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def tau_table() -> str:
+    """Accept length of the shipped drafts on held-out documents by context."""
+    return tau_rows(read("shipped_score_h200"))
+
+
 def training_table() -> str:
     """EAGLE-3 training beside SpecForge's trainer by length of the document; what was not run has a dash."""
     figures = read("eagle3_training_h200")["figures"]
@@ -103,6 +132,7 @@ def ablation_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "speed": speed_table,
     "identity": identity_table,
+    "tau": tau_table,
     "training": training_table,
     "ablation": ablation_table,
 }
