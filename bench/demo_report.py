@@ -8,47 +8,67 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from longdraft.bench.demo_record import NAMES
+
 
 def table(record: dict[str, Any]) -> Table:
     """One row a prompt."""
+    chains = ", ".join(f"{NAMES[kind]}'s {draft['steps']}" for kind, draft in record["drafts"].items())
     shown = Table(
-        title=f"{record['settings']['model']}, a chain of {record['settings']['steps']} drafts, float32 on a CPU",
+        title=f"{record['settings']['model']}, float32 on a CPU, drafts a verification: {chains}",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="plain, drafts: tokens a second; τ: tokens a verification; repeats: 4-grams seen before",
+        caption="plain: tokens a second; τ: tokens a verification (without the bonus token), and speed against plain; "
+        "!: repeats itself",
     )
     shown.add_column("prompt", no_wrap=True)
-    for name in ("context", "equal", "τ", "τ - 1", "plain", "drafts", "ratio", "repeats"):
+    for name in ("context", "equal", "plain", *(f"{NAMES[k]} τ" for k in record["drafts"])):
         shown.add_column(name, justify="right", no_wrap=True)
     for p in record["prompts"]:
         shown.add_row(
-            p["name"],
+            p["name"] + (" !" if p["repetitive"] else ""),
             f"{p['context_tokens']:,}",
             "yes" if p["identical"] else "NO",
-            f"{p['tau']:.2f}",
-            f"{p['tau_without_bonus']:.2f}",
             f"{p['plain_tok_s']:.1f}",
-            f"{p['longdraft_tok_s']:.1f}",
-            f"{p['longdraft_tok_s'] / p['plain_tok_s']:.2f}" if p["plain_tok_s"] else "-",
-            f"{p['repeated_4grams']:.0%}{' !' if p['repetitive'] else ''}",
+            *(draft_cell(draft, p["plain_tok_s"]) for draft in p["drafts"].values()),
         )
     return shown
+
+
+def draft_cell(draft: dict[str, Any], plain_tok_s: float) -> str:
+    """One draft on one prompt: τ with and without the bonus token, and the speed against plain decoding."""
+    ratio = f" {draft['tok_s'] / plain_tok_s:.2f}×" if plain_tok_s else ""
+    return f"{draft['tau']:.2f} ({draft['tau_without_bonus']:.2f}){ratio}"
+
+
+def training_line(training: dict[str, Any]) -> str:
+    """What the short run did to the loss."""
+    return (
+        f"training: {training['steps']} steps, {training['tokens']:,} tokens, {training['seconds']} s; loss on held-out text "
+        f"{training['loss_before']:.3f} (the shipped draft) -> {training['loss_after']:.3f}, checkpoint {training['checkpoint']}"
+    )
 
 
 def summary(record: dict[str, Any]) -> list[str]:
     """What the table comes to, in sentences."""
     speed, figures = record["speed"], record["figures"]
-    lines = [
-        f"tokens equal on all prompts: {'yes' if record['identical'] else 'NO'};  drafted {record['drafted']}, kept {record['accepted']}, "
-        f"τ {record['tau']:.2f} with the bonus token, {record['tau_without_bonus']:.2f} without",
-        f"speed at {speed['context_tokens']:,} tokens of context, median of {len(speed['ratios'])} alternated pairs: "
-        f"{figures['plain_tok_s']:.1f} -> {figures['longdraft_tok_s']:.1f} tokens/s, ratio {speed['median_ratio']:.2f} "
-        f"(pairs: {', '.join(f'{r:.2f}' for r in speed['ratios'])})",
+    lines = [f"tokens equal on all prompts, with both drafts: {'yes' if record['identical'] else 'NO'}"]
+    lines += [
+        f"{NAMES[kind]}: drafted {d['drafted']}, kept {d['accepted']}, τ {d['tau']:.2f} with the bonus token, "
+        f"{d['tau_without_bonus']:.2f} without"
+        for kind, d in record["drafts"].items()
     ]
+    lines.append(
+        f"{NAMES[speed['draft']]} at {speed['context_tokens']:,} tokens of context, median of {len(speed['ratios'])} alternated "
+        f"pairs: {figures['plain_tok_s']:.1f} -> {figures['longdraft_tok_s']:.1f} tokens/s, ratio {speed['median_ratio']:.2f} "
+        f"(pairs: {', '.join(f'{r:.2f}' for r in speed['ratios'])})"
+    )
+    if record["training"]:
+        lines.append(training_line(record["training"]))
     if any(p["repetitive"] for p in record["prompts"]):
-        without = record["tau_not_repetitive"]
+        without = ", ".join(f"{NAMES[k]} {d['tau_not_repetitive']:.2f}" for k, d in record["drafts"].items())
         lines.append(
-            f"! more than 30 % of the 4-grams repeat, which flatters any draft; τ without these prompts: {without:.2f}"
+            f"! more than 30 % of the 4-grams repeat, which flatters any draft; τ without these prompts: {without}"
         )
     failed = [name for name, passed in record["checks"].items() if not passed]
     lines.append(f"checks not passed: {', '.join(failed)}" if failed else "all checks passed")
@@ -69,6 +89,13 @@ def write(record: dict[str, Any], folder: Path) -> None:
     draw(record, folder / "report.png")
 
 
+STYLES: dict[str, dict[str, Any]] = {
+    "plain": {"color": "white", "edgecolor": "black", "label": "SGLang"},
+    "longspec": {"color": "0.25", "edgecolor": "black", "label": "with longdraft, LongSpec"},
+    "eagle3": {"color": "0.75", "edgecolor": "black", "hatch": "///", "label": "with longdraft, EAGLE-3"},
+}
+
+
 def draw(record: dict[str, Any], path: Path) -> None:
     """Two panels, readable without colour: tokens a second by prompt, and tokens gained a verification."""
     import matplotlib
@@ -76,49 +103,34 @@ def draw(record: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    prompts = record["prompts"]
-    at = range(len(prompts))
+    prompts, kinds, speed = record["prompts"], list(record["drafts"]), record["speed"]
+    at, high = range(len(prompts)), 0.27
     labels = [f"{p['name']}\n{p['context_tokens']:,} tokens{' (loops)' if p['repetitive'] else ''}" for p in prompts]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), sharey=True, width_ratios=(3, 2))
-    high = 0.38
-    left.barh(
-        [i - high / 2 for i in at],
-        [p["plain_tok_s"] for p in prompts],
-        high,
-        color="white",
-        edgecolor="black",
-        label="SGLang",
-    )
-    left.barh(
-        [i + high / 2 for i in at],
-        [p["longdraft_tok_s"] for p in prompts],
-        high,
-        color="0.25",
-        edgecolor="black",
-        label="SGLang with longdraft",
-    )
-    for i, p in enumerate(prompts):
-        if p["plain_tok_s"]:
-            ratio = p["longdraft_tok_s"] / p["plain_tok_s"]
-            left.text(p["longdraft_tok_s"], i + high / 2, f" {ratio:.2f}×", va="center", fontsize=8)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 5), sharey=True, width_ratios=(3, 2))
+    left.barh([i - high for i in at], [p["plain_tok_s"] for p in prompts], high, **STYLES["plain"])
+    for offset, kind in enumerate(kinds):
+        rows, place = [p["drafts"][kind] for p in prompts], [i + offset * high for i in at]
+        left.barh(place, [row["tok_s"] for row in rows], high, **STYLES[kind])
+        shift = [i + (offset - 0.5) * 1.4 * high for i in at]
+        right.barh(shift, [row["tau"] for row in rows], 1.3 * high, **STYLES[kind])
+        for p, row, y, y_tau in zip(prompts, rows, place, shift, strict=True):
+            if p["plain_tok_s"]:
+                left.text(row["tok_s"], y, f" {row['tok_s'] / p['plain_tok_s']:.2f}×", va="center", fontsize=8)
+            right.text(row["tau"], y_tau, f" {row['tau']:.2f}", va="center", fontsize=8)
     left.set_yticks(list(at), labels, fontsize=8)
     left.invert_yaxis()
     left.set_xlabel("tokens a second, decoding one request")
     left.margins(x=0.12)
-    left.legend(fontsize=8, loc="lower right", framealpha=1)
-    right.barh(list(at), [p["tau"] for p in prompts], 0.55, color="0.7", edgecolor="black", hatch="///")
     right.axvline(1, color="black", linewidth=1)
-    for i, p in enumerate(prompts):
-        right.text(p["tau"], i, f" {p['tau']:.2f}", va="center", fontsize=8)
-    right.set_xlim(0, record["settings"]["steps"] + 1.2)
+    right.set_xlim(0, max(draft["steps"] for draft in record["drafts"].values()) + 1.2)
     right.set_xlabel("tokens gained a verification (plain: 1)")
     equal = "the same tokens on all prompts" if record["identical"] else "TOKENS DIFFER"
-    speed = record["speed"]
     figure.suptitle(
-        f"{record['settings']['model']} on {record['device']}: {equal}; "
-        f"{speed['median_ratio']:.2f}× at {speed['context_tokens']:,} tokens (median of {len(speed['ratios'])} pairs)",
+        f"{record['settings']['model']} on {record['device']}: {equal};\n{NAMES[speed['draft']]} {speed['median_ratio']:.2f}× at "
+        f"{speed['context_tokens']:,} tokens (median of {len(speed['ratios'])} pairs)",
         fontsize=10,
     )
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.legend(*left.get_legend_handles_labels(), fontsize=8, loc="lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
