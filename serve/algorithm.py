@@ -7,6 +7,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from longdraft.serve.checks import check_server_args, exit_on_user_error
 from longdraft.serve.settings import read_environment
+from longdraft.serve.tree_shape import parse_tree
 
 DEFAULT_STEPS = 4
 DEFAULT_RUNNING_REQUESTS = 48
@@ -33,15 +34,18 @@ class LongDraftAlgorithm(CustomSpecAlgo):
 
     def handle_server_args(self, server_args: Any) -> None:
         """Set what speculation decides. Not SGLang's EAGLE handler, which forces its own shapes."""
-        steps = server_args.speculative_num_steps or DEFAULT_STEPS
+        settings = read_environment()
+        shape = parse_tree(settings.tree)
+        steps = shape.depth if shape else server_args.speculative_num_steps or DEFAULT_STEPS
         server_args.speculative_num_steps = steps
         server_args.speculative_eagle_topk = 1
-        server_args.speculative_num_draft_tokens = steps + 1
+        server_args.speculative_num_draft_tokens = shape.places if shape else steps + 1
         server_args.disable_overlap_schedule = True
         graphs = server_args.cuda_graph_config
         graphs.prefill.backend = Backend.DISABLED
-        # FlashInfer plans on the host and torch reads lengths there: neither can be captured.
-        capturable = server_args.device == "cuda" and read_environment().attention not in ("flashinfer", "torch")
+        # FlashInfer plans on the host and torch reads lengths there: neither can be captured. Trees are not, yet.
+        hosted = settings.attention in ("flashinfer", "torch") or shape is not None
+        capturable = server_args.device == "cuda" and not hosted
         if capturable and graphs.decode.backend != Backend.DISABLED:
             graphs.decode.backend = Backend.FULL
         else:

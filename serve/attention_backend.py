@@ -99,6 +99,9 @@ class LongDraftAttention(AttentionBackend):
         plan = forward_batch.spec_info.plan
         assert plan is not None, "a captured forward has its plan from the static buffers"
         out_THD = hybrid_tree_attention(
-            q_THD, k_TKD, v_TKD, keys, values, plan, layer.scaling, backend=self.prefix_backend, kv_scales=scales
+            *(q_THD, k_TKD, v_TKD, keys, values, plan, layer.scaling),
+            getattr(forward_batch.spec_info, "bits_TW", None),
+            self.prefix_backend,
+            scales,
         )
         return out_THD.reshape(out_THD.shape[0], -1)

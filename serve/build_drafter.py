@@ -38,7 +38,7 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any) -> Dra
             folder,
         )
     trained = training_facts(read_config(folder), folder).max_lag
-    steps = server_args.speculative_num_steps
+    steps = server_args.speculative_num_steps  # a tree's depth, where there is one
     if 0 < trained < steps:
         logger.warning(
             "longdraft: %d draft steps are served, the draft was trained for %d: the later ones will rarely be kept",

@@ -13,6 +13,7 @@ from longdraft.draft_models.token_counts import TokenCounts
 from longdraft.errors import UserError
 from longdraft.serve.settings import ServeSettings, read_environment
 from longdraft.serve.target_layers import check_architecture
+from longdraft.serve.tree_shape import parse_tree
 
 # Flag of SGLang -> why it is refused. A flag counts as given when its value is truthy.
 REFUSED = {
@@ -37,7 +38,7 @@ REQUIRED_ONE = {
     "pp_size": "pipeline parallelism is not supported with speculation",
     "attn_cp_size": "context parallelism is not supported with speculation",
     "page_size": "page lists hold single slots",
-    "speculative_eagle_topk": "drafts are chains",
+    "speculative_eagle_topk": "branches are set by the option tree",
 }
 
 
@@ -71,17 +72,30 @@ def check_server_args(server_args: Any) -> None:
         raise UserError(
             f"--kv-cache-dtype {server_args.kv_cache_dtype} does not work with LONGDRAFT (verification reads the cache unscaled): use auto"
         )
-    steps = server_args.speculative_num_steps
+    _check_shape(server_args, settings)
+    _check_models(server_args, settings)
+
+
+def _check_shape(server_args: Any, settings: ServeSettings) -> None:
+    """Steps and draft tokens must be those of the chain or the tree."""
+    steps, drafted = server_args.speculative_num_steps, server_args.speculative_num_draft_tokens
+    if shape := parse_tree(settings.tree):
+        if server_args.speculative_draft_model_path is None:
+            raise UserError(f"tree={settings.tree!r} needs a draft: give one with --draft, or leave the tree out")
+        for name, value, own in (("steps", steps, shape.depth), ("draft-tokens", drafted, shape.places)):
+            if value not in (None, own):
+                raise UserError(
+                    f"--speculative-num-{name} {value} does not fit tree={settings.tree!r}, which has {own}: leave it out"
+                )
+        return
     if steps is not None and not 1 <= steps <= 100:
         raise UserError(f"--speculative-num-steps {steps} is out of range: use 1 to 100, 2 to 6 pays")
-    drafted = server_args.speculative_num_draft_tokens
     chain = (steps or 4) + 1
     if drafted is not None and drafted != chain:
         raise UserError(
             f"--speculative-num-draft-tokens {drafted} does not fit --speculative-num-steps {chain - 1}: leave it out, a chain has "
             "steps + 1"
         )
-    _check_models(server_args, settings)
 
 
 def _check_models(server_args: Any, settings: ServeSettings) -> None:
@@ -91,7 +105,8 @@ def _check_models(server_args: Any, settings: ServeSettings) -> None:
     model = server_args.get_model_config()
     check_architecture(model)
     text = model.hf_text_config
-    steps = server_args.speculative_num_steps or 4
+    shape = parse_tree(settings.tree)
+    steps = shape.depth if shape else server_args.speculative_num_steps or 4
     rope = dict(getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {})
     if rope.get("rope_type", rope.get("type")) == "yarn":
         covered = rope.get("original_max_position_embeddings", 0) * rope.get("factor", 1.0)

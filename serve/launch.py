@@ -12,6 +12,7 @@ import torch
 from pydantic import Field
 
 from longdraft.serve.settings import ServeSettings, write_environment
+from longdraft.serve.tree_shape import parse_tree
 
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1"}
 CPU_DEFAULTS = {
@@ -36,7 +37,9 @@ class ServeOptions(ServeSettings):
 
 def sglang_arguments(options: ServeOptions, rest: Sequence[str], on_cpu: bool) -> list[str]:
     """SGLang's command line for these options; what the user gave wins over our defaults."""
-    args = [*rest, "--speculative-algorithm", "LONGDRAFT", "--speculative-num-steps", str(options.steps)]
+    shape = parse_tree(options.tree)
+    steps = shape.depth if shape else options.steps
+    args = [*rest, "--speculative-algorithm", "LONGDRAFT", "--speculative-num-steps", str(steps)]
     if options.draft is not None:
         args += ["--speculative-draft-model-path", options.draft]
     if not on_cpu:

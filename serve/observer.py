@@ -48,7 +48,7 @@ class Observer:
 
     def prefilled(self, batch: ScheduleBatch, output: Any) -> None:
         """A prefill, or a chunk of one, is done; tokens from the prefix cache are not among its rows."""
-        aux_TA = self._take(output)
+        aux_TA = self.take(output)
         if aux_TA is None:
             return
         device = batch.out_cache_loc.device
@@ -58,7 +58,7 @@ class Observer:
         position_T = torch.arange(len(owner_T), device=device) - (start_B - prefix_B)[owner_T]
         row_T = batch.req_pool_indices[owner_T]
         before_T = batch.req_to_token_pool.req_to_token[row_T, (position_T - 1).clamp(min=0)]
-        self._tell(batch.input_ids, position_T, batch.out_cache_loc, before_T, aux_TA)
+        self.tell(Computed(batch.input_ids.long(), position_T, batch.out_cache_loc.long(), before_T.long(), aux_TA))
 
     def verified(self, forward: ForwardBatch, table: torch.Tensor, owner_T: torch.Tensor, output: Any) -> None:
         """A verification is done.
@@ -69,13 +69,14 @@ class Observer:
             owner_T: which of the forward's requests each token belongs to.
             output: the forward's logits output.
         """
-        aux_TA = self._take(output)
+        aux_TA = self.take(output)
         if aux_TA is None:
             return
         before_T = table[forward.req_pool_indices[owner_T], (forward.positions - 1).clamp(min=0)]
-        self._tell(forward.input_ids, forward.positions, forward.out_cache_loc, before_T, aux_TA)
+        slot_T = forward.out_cache_loc.long()
+        self.tell(Computed(forward.input_ids.long(), forward.positions.long(), slot_T, before_T.long(), aux_TA))
 
-    def _take(self, output: Any) -> torch.Tensor | None:
+    def take(self, output: Any) -> torch.Tensor | None:
         """The rows, which SGLang would otherwise copy to the host."""
         if not self.active or output is None:
             return None
@@ -83,19 +84,11 @@ class Observer:
         output.hidden_states = None
         return aux_TA
 
-    def _tell(
-        self,
-        id_T: torch.Tensor,
-        position_T: torch.Tensor,
-        slot_T: torch.Tensor,
-        before_T: torch.Tensor,
-        aux_TA: torch.Tensor,
-    ) -> None:
-        slot_T = slot_T.long()
+    def tell(self, computed: Computed) -> None:
+        """Show the drafter tokens of a prefill or a verification."""
         try:
-            self.drafter.observe(Computed(id_T.long(), position_T.long(), slot_T, before_T.long(), aux_TA))
+            self.drafter.observe(computed)
         except Exception:
-            logger.exception(
-                "longdraft: the drafter could not follow %d tokens, drafts behind them are worse", len(slot_T)
-            )
-            self.drafter.unobserved(slot_T)
+            count = len(computed.slot_T)
+            logger.exception("longdraft: the drafter could not follow %d tokens, drafts behind them are worse", count)
+            self.drafter.unobserved(computed.slot_T)

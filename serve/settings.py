@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from longdraft.errors import UserError
 from longdraft.schema import Settings, nearest, validate
+from longdraft.serve.tree_shape import CHAIN, HELP, parse_tree
 
 ENVIRONMENT = "LONGDRAFT_SETTINGS"
 REQUEST_KEY = "longdraft"
@@ -37,6 +38,11 @@ class ServeSettings(Settings):
     draft_head_counts: str | None = Field(
         None, description="file of `longdraft counts` that says which are the most frequent"
     )
+    tree: str = Field(
+        CHAIN,
+        description=f"what is drafted: {HELP} (a tree's depth takes the place of the steps; trees are verified without CUDA "
+        "graphs)",
+    )
     lookup_min_match: int = Field(2, ge=1, description="shortest suffix match that the lookup drafter continues")
     attention: Literal["auto", "fa3", "flashinfer", "triton", "torch"] = Field(
         "auto", description="backend of the prefix part of verification; auto takes the first of these that is there"
@@ -55,6 +61,15 @@ class ServeSettings(Settings):
                 f"draft_head_tokens={self.draft_head_tokens} with draft_head_counts={self.draft_head_counts!r}: set both, or neither"
             )
         return self
+
+    @field_validator("tree")
+    @classmethod
+    def _tree_is_a_shape(cls, value: str) -> str:
+        try:
+            parse_tree(value)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return value
 
     @field_validator("mode", mode="before")
     @classmethod

@@ -1,6 +1,6 @@
 """What SGLang carries between and into our forwards. All state lives with the requests and the worker, so these are thin.
 
-Legend: B requests.
+Legend: B requests, T new tokens of all requests, W words of bits.
 """
 
 from typing import Any
@@ -57,14 +57,18 @@ class DraftInput(SpecInput):
 class VerifyInput(SpecInput):
     """Into one verification: what each request's new tokens read, and what the forward keeps of the hidden layers.
 
-    No plan where SGLang captures a graph or replays one: the attention backend's static plan takes its place.
+    Bits say which of its request's new tokens each one of a tree reads; None for chains. No plan where SGLang captures a graph or replays one: the attention backend's static plan takes its place.
     """
 
     def __init__(
-        self, plan: AttentionPlan | None, capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
+        self,
+        plan: AttentionPlan | None,
+        capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
+        bits_TW: torch.Tensor | None = None,
     ) -> None:
         super().__init__(SpecInputType.EAGLE_VERIFY)
         self.plan = plan
+        self.bits_TW = bits_TW
         self.capture_hidden_mode = capture_hidden_mode
 
     def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:

@@ -14,12 +14,13 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.build_drafter import build_drafter
-from longdraft.serve.decode_step import DecodeStep
 from longdraft.serve.observer import Observer
 from longdraft.serve.settings import read_environment
 from longdraft.serve.simulate import simulated
 from longdraft.serve.spec_inputs import DraftInput
 from longdraft.serve.target_layers import check_layers
+from longdraft.serve.tree_shape import parse_tree
+from longdraft.serve.tree_step import make_step
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,8 @@ class LongDraftWorker(BaseSpecWorker):
         self.observer.ask(self.runner.model)
         self._reserve()
         stride = server_args.speculative_num_draft_tokens
-        self.step = DecodeStep(target_worker, self.drafter, self.observer, settings, stride)
+        shape = parse_tree(settings.tree)
+        self.step = make_step(shape, target_worker, self.drafter, self.observer, settings, stride)
         if simulated(settings.simulate_accept_length):
             logger.warning("longdraft: acceptance is simulated, the text is wrong: for benchmarks only")
 

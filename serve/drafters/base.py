@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
+from longdraft.kernels.tree import Tree
+from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.tokens import Tokens
+from longdraft.serve.tree_shape import TreeShape
 
 Pick = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # draft logits_BV, position_B -> id_B
 
@@ -77,6 +80,16 @@ class Drafter(ABC):
         """Forget everything: the cache was flushed or weights changed."""
 
     # What follows is for those that need it; the others leave it.
+
+    def propose_tree(self, requests: list[DraftRequest], params: RowParams, shape: TreeShape) -> Tree:
+        """A tree behind each request's newest token, never deeper than its ``limit``; the root alone where that is 0.
+
+        Args:
+            requests: all of a batch.
+            params: one row a request: how the target will choose.
+            shape: of the trees.
+        """
+        raise NotImplementedError(f"{type(self).__name__} drafts chains")
 
     def use_graphs(self, sizes: Sequence[int]) -> None:  # noqa: B027
         """Pad batches to these sizes from now on and, on a card, replay graphs; called once everything is bound."""

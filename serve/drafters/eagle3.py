@@ -21,11 +21,16 @@ import torch
 
 from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.eagle3_chain import propose_eagle3_chain
+from longdraft.draft_models.tree_steps import Eagle3TreeStep
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import prefix_attention
+from longdraft.kernels.tree import Tree
 from longdraft.serve.drafters.base import Computed, Drafter, DraftRequest, Pick
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
+from longdraft.serve.drafters.trees import Eagle3Rows, grow, roots_of
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
+from longdraft.serve.sampling.rows import RowParams
+from longdraft.serve.tree_shape import TreeShape
 
 
 class Eagle3Drafter(Drafter):
@@ -102,6 +107,19 @@ class Eagle3Drafter(Drafter):
         self.runner.run(len(requests), variant)
         found: list[list[int]] = self.inputs.drafted_BK[: len(requests)].tolist()
         return found
+
+    def propose_tree(self, requests: list[DraftRequest], params: RowParams, shape: TreeShape) -> Tree:
+        assert self.bound, "bind_pool() first"
+        roots = roots_of(requests, self.k_SKD.device)
+        last_B = torch.tensor([0] * len(requests), device=self.k_SKD.device)
+        for b, r in enumerate(requests):
+            if len(r.pages):  # nothing is known before the first token is computed
+                last_B[b] = r.pages[-1]
+        rows = Eagle3Rows(
+            (self.k_SKD, self.v_SKD), [r.pages[1:] for r in requests], self.window, self.sinks, self.attention
+        )
+        step = Eagle3TreeStep(self.draft, self.hidden_SE[last_B], roots[1], rows, shape.runs)
+        return grow(step, requests, roots, self.draft.target_ids, params, shape)
 
     def _loop(self, size: int, variant: Any) -> None:
         """All steps of ``size`` chains, from and to :attr:`inputs`.

@@ -13,9 +13,13 @@ from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import prefix_attention
+from longdraft.kernels.tree import Tree
 from longdraft.serve.drafters.base import Drafter, DraftRequest, Pick
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
+from longdraft.serve.drafters.trees import grow, longspec_step, roots_of
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
+from longdraft.serve.sampling.rows import RowParams
+from longdraft.serve.tree_shape import TreeShape
 
 
 class LongSpecDrafter(Drafter):
@@ -71,6 +75,16 @@ class LongSpecDrafter(Drafter):
         self.runner.run(len(requests), variant)
         drafted = self.inputs.drafted_BK[: len(requests)].tolist()
         return [ids[: r.limit] for r, ids in zip(requests, drafted, strict=True)]
+
+    def propose_tree(self, requests: list[DraftRequest], params: RowParams, shape: TreeShape) -> Tree:
+        assert self.layer is not None, "bind_cache() first"
+        drafting = [r for r in requests if r.limit]
+        row_of = dict(zip((r.rid for r in drafting), self._rows_of(drafting), strict=True))
+        rows = [row_of.get(r.rid, self.max_requests) for r in requests]
+        roots = roots_of(requests, self.state.k.device)
+        pages = [self._view(r.pages) for r in requests]
+        step = longspec_step(self.state, rows, roots[1], pages, self.layer, shape.runs, self.attention)
+        return grow(step, requests, roots, self.draft.target_ids, params, shape)
 
     def _loop(self, size: int, variant: Any) -> None:
         """All steps of ``size`` chains, from and to :attr:`inputs`."""

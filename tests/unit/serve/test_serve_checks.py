@@ -216,3 +216,26 @@ def test_the_users_batch_size_stays() -> None:
     args = arguments(max_running_requests=3)
     LongDraftAlgorithm("LONGDRAFT", lambda server_args: object).handle_server_args(args)
     assert args.max_running_requests == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"speculative_draft_model_path": None}, r"tree='2,3' needs a draft: give one with --draft"),
+        ({"speculative_num_steps": 4}, r"--speculative-num-steps 4 does not fit tree='2,3', which has 2: leave it out"),
+        ({"speculative_num_draft_tokens": 3}, r"--speculative-num-draft-tokens 3 does not fit tree='2,3', which has 6"),
+    ],
+)
+def test_a_tree_sets_steps_and_draft_tokens_itself(
+    changes: dict[str, Any], pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENVIRONMENT, json.dumps({"tree": "2,3"}))
+    assert re.match(pattern, refused(arguments(**{"speculative_draft_model_path": "folder", **changes})))
+
+
+def test_a_trees_places_are_sglangs_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, json.dumps({"tree": "2,3"}))
+    args = arguments(device="cuda")
+    LongDraftAlgorithm("LONGDRAFT", lambda server_args: object).handle_server_args(args)
+    assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (2, 6)
+    assert args.disable_cuda_graph

@@ -16,6 +16,7 @@ from longdraft.kernels.dense_attention import dense_attention
 from longdraft.serve.drafters.base import Computed, DraftRequest
 from longdraft.serve.drafters.eagle3 import Eagle3Drafter
 from longdraft.serve.tokens import Tokens
+from longdraft.serve.tree_shape import parse_tree
 
 STEPS, LENGTH, SLOTS = 4, 40, 200
 TARGET = tiny_target("llama", num_hidden_layers=5)
@@ -263,3 +264,34 @@ def test_a_loop_leaves_its_inputs_as_they_are() -> None:
     drafted = drafter.propose([known("a", 30)], greedy)
     drafter.runner.run(1, greedy)
     assert drafter.inputs.drafted_BK[:1].tolist() == drafted
+
+
+@pytest.mark.parametrize("sampling", SAMPLING[:2])  # filters cut a chain's choice, and only dim a tree's scores
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (5, 0), (8, 4), (40, 2)])
+def test_a_beam_of_one_drafts_the_chain(window: int | None, sinks: int, sampling: dict[str, Any]) -> None:
+    draft = DRAFT if window is None else tiny_eagle3(TARGET, window=window, sinks=sinks)
+    chains, trees = make(draft), make(draft)
+    for drafter in (chains, trees):
+        for rid in "abc":
+            show(drafter, TEXTS[rid], PAGES[rid], 0, 30)
+    batch = [known("a", 28), known("b", 3, 1), known("c", 17, 2)]
+    shape = parse_tree("1,1,1,1")
+    assert shape is not None
+    params = row_params("abc", sampling)
+    tree = trees.propose_tree(batch, params, shape)
+    drafted = [
+        [t for t, p in zip(*row, strict=True) if p >= 0]
+        for row in zip(tree.token_BT.tolist(), tree.parent_BT.tolist(), strict=True)
+    ]
+    assert drafted == chains.propose(batch, params)
+
+
+def test_a_tree_of_a_request_that_knows_nothing_is_its_root() -> None:
+    drafter = make()
+    show(drafter, TEXTS["a"], PAGES["a"], 0, 30)
+    shape = parse_tree("eagle2:3,2,8")
+    assert shape is not None
+    tree = drafter.propose_tree([known("b", 0, 0), known("a", 30)], row_params("ba", SAMPLING[0]), shape)
+    assert tree.valid_BT.sum(1).tolist() == [1, 8]
+    assert tree.token_BT[:, 0].tolist() == [int(TEXTS["b"][0]), int(TEXTS["a"][30])]
+    assert reference(TEXTS["a"], 30)[0] in tree.token_BT[1, tree.depth_BT[1] == 1].tolist()

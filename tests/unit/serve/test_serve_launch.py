@@ -60,3 +60,12 @@ def test_the_users_environment_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_environment(ServeOptions(), on_cpu=True)
     assert os.environ["SGLANG_PLUGINS"] == "longdraft,other"
     assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(("tree", "steps"), [("chain", "5"), ("4,16,16", "3"), ("eagle2:6,4,20", "6")])
+def test_a_trees_depth_takes_the_place_of_the_steps(tree: str, steps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, "{}")
+    options = ServeOptions(draft="d", steps=5, tree=tree)
+    assert value_of(sglang_arguments(options, [], on_cpu=False), "--speculative-num-steps") == steps
+    prepare_environment(options, on_cpu=False)
+    assert read_environment().tree == tree

@@ -12,9 +12,11 @@ from tiny import tiny_draft, tiny_target
 from longdraft.draft_models.chain import propose_chain
 from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.dense_attention import dense_attention
+from longdraft.kernels.tree import Tree
 from longdraft.serve.drafters.base import DraftRequest
 from longdraft.serve.drafters.longspec import LongSpecDrafter
 from longdraft.serve.tokens import Tokens
+from longdraft.serve.tree_shape import parse_tree
 
 WINDOW, STEPS, LENGTH, SLOTS = 6, 3, 40, 100
 TARGET = tiny_target("llama")
@@ -160,3 +162,39 @@ def test_padded_static_buffers_draft_what_the_plain_path_drafts(sampling: dict[s
         batch = [request(rid, 10 + ord(rid) % 7) for rid in ids]
         params = row_params(ids, sampling)
         assert padded.propose(batch, params) == plain.propose(batch, params)
+
+
+def chain_of(tree: Tree) -> list[list[int]]:
+    """Drafts of trees of one node a depth."""
+    return [
+        [t for t, p in zip(*row, strict=True) if p >= 0]
+        for row in zip(tree.token_BT.tolist(), tree.parent_BT.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING[:2])  # filters cut a chain's choice, and only dim a tree's scores
+@pytest.mark.parametrize(("context", "sinks"), [(64, 4), (8, 2)])
+def test_a_beam_of_one_drafts_the_chain(context: int, sinks: int, sampling: dict[str, Any]) -> None:
+    chains, trees = make(rows=4, context=context, sinks=sinks), make(rows=4, context=context, sinks=sinks)
+    shape = parse_tree("1,1,1")
+    assert shape is not None
+    batch = [request("a", 30), request("b", 3, 1), request("c", 17, 2)]
+    params = row_params("abc", sampling)
+    assert chain_of(trees.propose_tree(batch, params, shape)) == chains.propose(batch, params)
+
+
+def test_trees_leave_the_rings_as_they_were() -> None:
+    """What a tree drafts is kept beside the ring: committed tokens alone enter it, and a request without drafts takes no ring."""
+    drafter, at = make(rows=2), 10
+    shape = parse_tree("2,3,2")
+    assert shape is not None
+    for width in (1, 3, 2, 4):
+        now = request("a", at)
+        tree = drafter.propose_tree(
+            [request("b", 20, 0), now, request("c", 9, 0)], row_params("bac", SAMPLING[0]), shape
+        )
+        assert tree.valid_BT.sum(1).tolist() == [1, 8, 1]
+        assert tree.token_BT[1, 1:3].tolist()[0] == reference("a", at)[0], "the best child is the chain's"
+        drafter.committed(now, TEXTS["a"][at + 1 : at + 1 + width].tolist())
+        assert drafter.held == {"a": at + width}
+        at += width
