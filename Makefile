@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "error: $(PYTHON) is older than Python 3.11: say make PYTHON=/path/to/python3.11"; exit 2; }
 	@echo "making the environment in $(VENV) (about three minutes)"
-	"$(PYTHON)" -m venv $(VENV)
+	@$(BIN)/python -c 'import ssl' 2>/dev/null || "$(PYTHON)" -m venv --clear $(VENV) # a second Python over the first breaks both
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
