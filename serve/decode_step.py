@@ -118,7 +118,8 @@ class DecodeStep:
     def _verify_alone(self, batch: ScheduleBatch, index: int) -> Verified:
         """Plain decoding of one request; if even that fails, the request ends with an error."""
         try:
-            return verify(self.target_worker, batch, [index], [[]], self.observer)
+            width = self.stride if self.graphs is not None else None  # its graphs hold chains of the whole stride
+            return verify(self.target_worker, batch, [index], [[]], self.observer, width)
         except Exception:
             req = batch.reqs[index]
             _give_up(req)

@@ -116,12 +116,14 @@ def _newest_documents(
         UserError: there are none among the tokens of the fit.
     """
     found: list[Keys] = []
+    most = max(KEYS, 4 * settings.lag.max)
     for micro in fit_samples(settings, corpus, limit, target.device):
         seen = micro.capture or target.capture(micro.id_T, micro.position_T, micro.cu)
         assert seen.k_TKD is not None
         for a, b in pairwise(micro.cu):
             if b - a > 4 * settings.lag.max:
-                found.append(Keys(seen.k_TKD[a : min(b, a + KEYS)].clone(), micro.position_T[a : min(b, a + KEYS)]))
+                end = min(b, a + most)
+                found.append(Keys(seen.k_TKD[a:end].clone(), micro.position_T[a:end]))
             if len(found) == KEY_DOCUMENTS:
                 return found
     if not found:
