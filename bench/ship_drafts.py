@@ -28,7 +28,8 @@ from longdraft.train.recipe_files import shipped
 
 TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SHAPES = "recipes/shapes/smollm2-135m-instruct"
-ABSOLUTE = re.compile(r"(?<![\w.~:/-])/(?:[\w.+@-]+/)*[\w.+@-]+")
+ABSOLUTE = re.compile(r"(?:file://|(?<![\w.~/-])~|(?<![\w.~/-]))/(?:[\w.+@-]+/)*[\w.+@-]+")
+HOMES = ("home", "Users")  # what follows is a person's name
 OURS = ("runs", "data", "recipes")  # folders from which on a path means something elsewhere
 
 
@@ -42,8 +43,9 @@ def portable(value: Any) -> Any:
 
 
 def _cut(path: str) -> str:
-    parts = path.split("/")
-    last = len(parts) - (2 if "." in parts[-1] and len(parts) > 3 else 1)  # two files may differ by their folders alone
+    parts = path.removeprefix("file://").removeprefix("~").split("/")
+    named = len(parts) > (4 if parts[1] in HOMES else 3)
+    last = len(parts) - (2 if "." in parts[-1] and named else 1)  # two files may differ by their folders alone
     begin = next((i for i, part in enumerate(parts) if part in OURS), last)
     return "/".join(parts[begin:])
 

@@ -13,7 +13,7 @@ from longdraft.draft_models.token_counts import TokenCounts
 from longdraft.errors import UserError
 from longdraft.serve.settings import ServeSettings, read_environment
 from longdraft.serve.target_layers import check_architecture
-from longdraft.serve.tree_shape import parse_tree
+from longdraft.serve.tree_shape import TreeShape, parse_tree
 
 # Flag of SGLang -> why it is refused. A flag counts as given when its value is truthy.
 REFUSED = {
@@ -122,6 +122,8 @@ def _check_models(server_args: Any, settings: ServeSettings) -> None:
     target = TargetSpec.from_config(text)
     own = check_draft(folder, config, target).config
     _check_head(own, target, settings)
+    if shape is not None:
+        _check_tree(own, target, settings, shape)
     if isinstance(own, Eagle3Config):
         # A request ends within the context, so drafts pass it only in a batch's padding; a stretched rotation is held to more.
         beyond = 0 if rope_reach(own.rope) is None else steps + 1
@@ -129,6 +131,22 @@ def _check_models(server_args: Any, settings: ServeSettings) -> None:
             check_reach(own, model.context_len, beyond)
         except UserError as error:
             raise UserError(f"draft folder {folder}: {error} (--context-length {model.context_len})") from None
+
+
+def _check_tree(own: AnyConfig, target: TargetSpec, settings: ServeSettings, shape: TreeShape) -> None:
+    """A tree that the draft cannot grow would be drafted never."""
+    if isinstance(own, LongSpecConfig):
+        tokens = own.settings.head_tokens or settings.draft_head_tokens or target.vocab_size
+        if shape.depth > own.settings.window:
+            raise UserError(
+                f"tree={settings.tree!r} is {shape.depth} deep, the draft's window holds {own.settings.window} tokens: make it flatter"
+            )
+    else:
+        tokens = own.vocab_size
+    if shape.widest > tokens:
+        raise UserError(
+            f"tree={settings.tree!r} takes {shape.widest} tokens at once, the draft knows {tokens}: make it narrower"
+        )
 
 
 def _check_head(own: AnyConfig, target: TargetSpec, settings: ServeSettings) -> None:

@@ -25,12 +25,14 @@ class TreeShape:
         places: of a tree, its root among them: the new tokens of a request in a verification.
         depth: edges between the root and the deepest nodes.
         runs: nodes of a request that the draft runs on.
+        widest: most tokens taken from one row of the draft's scores.
         grow: the tree of a round.
     """
 
     places: int
     depth: int
     runs: int
+    widest: int
     grow: Callable[[TreeDraft, torch.Tensor], Tree]
 
 
@@ -62,7 +64,7 @@ def _beam(widths: list[int]) -> TreeShape:
     def grow(draft: TreeDraft, root_B: torch.Tensor) -> Tree:
         return beam_tree(draft, root_B, widths)
 
-    return TreeShape(1 + sum(widths), len(widths), 1 + sum(widths[:-1]), grow)
+    return TreeShape(1 + sum(widths), len(widths), 1 + sum(widths[:-1]), max(widths), grow)
 
 
 def _ranked(text: str, depth: int, branch: int, places: int) -> TreeShape:
@@ -75,4 +77,4 @@ def _ranked(text: str, depth: int, branch: int, places: int) -> TreeShape:
     def grow(draft: TreeDraft, root_B: torch.Tensor) -> Tree:
         return ranked_tree(draft, root_B, depth, branch, places)
 
-    return TreeShape(places, depth, 1 + (depth - 1) * branch, grow)
+    return TreeShape(places, depth, 1 + (depth - 1) * branch, branch, grow)

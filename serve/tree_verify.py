@@ -110,9 +110,6 @@ def keep_paths(
 
 def move_slots(pool: Any, to_P: torch.Tensor, from_P: torch.Tensor) -> None:
     """Copy cache slots in every layer. A target may be another one's source: all of them are read before any is written."""
-    if to_P.is_cuda:
-        pool.move_kv_cache(to_P, from_P)
-        return
     for layer in range(pool.layer_num):
         for buffer in (pool.get_key_buffer(layer), pool.get_value_buffer(layer)):
             buffer[to_P] = buffer[from_P]

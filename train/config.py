@@ -346,7 +346,15 @@ class TrainSettings(Settings):
     @model_validator(mode="after")
     def _newest_heads_can_start(self) -> "TrainSettings":
         draft = self.draft
-        if draft.newest_heads and draft.init_from is None and not (draft.qkv_bias and draft.fit_tokens):
+        if draft.newest_heads and draft.init_from is not None:
+            raise ValueError(
+                f"draft.newest_heads={draft.newest_heads} is for a new draft, draft.init_from brings its weights: leave one out"
+            )
+        if draft.newest_heads and draft.cross_q_norm:
+            raise ValueError(
+                f"draft.newest_heads={draft.newest_heads} needs queries of any length: set draft.cross_q_norm=false"
+            )
+        if draft.newest_heads and not (draft.qkv_bias and draft.fit_tokens):
             missing = "draft.fit_tokens=200000" if draft.qkv_bias else "draft.qkv_bias=true"
             raise ValueError(
                 f"draft.newest_heads={draft.newest_heads} starts as biases fitted to the target's keys: set {missing}"

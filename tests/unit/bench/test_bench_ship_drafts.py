@@ -137,6 +137,11 @@ def test_only_absolute_paths_are_cut() -> None:
     ]  # fmt: skip
 
 
+def test_no_spelling_of_a_path_leaves_a_persons_name() -> None:
+    given = ["/home/ann/x.json", "file:///home/ann/x.json", "~/secret/x", "a:/home/ann/d/key.pem", "/Users/ann/x.json"]
+    assert portable(given) == ["x.json", "x.json", "x", "a:d/key.pem", "x.json"]
+
+
 def test_files_of_one_name_keep_the_folders_that_tell_them_apart() -> None:
     given = ["data.train=[/x/own/generated.jsonl,/x/other/generated.jsonl,/x/ids.jsonl]", "/x/y/model"]
     assert portable(given) == ["data.train=[own/generated.jsonl,other/generated.jsonl,ids.jsonl]", "model"]

@@ -233,6 +233,25 @@ def test_a_tree_sets_steps_and_draft_tokens_itself(
     assert re.match(pattern, refused(arguments(**{"speculative_draft_model_path": "folder", **changes})))
 
 
+@pytest.mark.parametrize(
+    ("tree", "settings", "pattern"),
+    [
+        ("2,2,2,2", {"window": 3}, r"tree='2,2,2,2' is 4 deep, the draft's window holds 3 tokens: make it flatter"),
+        ("9,2", {"head_tokens": 8}, r"tree='9,2' takes 9 tokens at once, the draft knows 8: make it narrower"),
+    ],
+)
+def test_a_tree_that_the_draft_cannot_grow_is_refused(
+    tree: str, settings: dict[str, Any], pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target("llama")
+    save_draft(tiny_draft(target, **settings), tmp_path / "d", "t")
+    monkeypatch.setenv(ENVIRONMENT, json.dumps({"tree": tree}))
+    config = target.model.config
+    assert re.match(pattern, refused(arguments(config, speculative_draft_model_path=str(tmp_path / "d"))))
+    monkeypatch.setenv(ENVIRONMENT, json.dumps({"tree": "2,2"}))
+    check_server_args(arguments(config, speculative_draft_model_path=str(tmp_path / "d")))
+
+
 def test_a_trees_places_are_sglangs_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENVIRONMENT, json.dumps({"tree": "2,3"}))
     args = arguments(device="cuda")

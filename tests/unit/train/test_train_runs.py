@@ -205,6 +205,7 @@ def test_newest_heads_start_as_biases_and_a_resumed_run_keeps_its_weights(recipe
         (("draft.newest_heads=1", "draft.qkv_bias=true"), "draft.fit_tokens=200000"),
         ((*NEWEST, "draft.newest_heads=9"), "or less"),
         ((*NEWEST, "draft.cross_q_norm=true"), "draft.cross_q_norm=false"),
+        ((*NEWEST, "draft.init_from=folder"), "leave one out"),
     ],
 )
 def test_newest_heads_that_cannot_start_are_refused(
