@@ -23,13 +23,12 @@ from longdraft.draft_models.target import TargetSpec
 from longdraft.kernels.linear_cross_entropy import IGNORED
 from longdraft.train.config import (
     DataSettings,
-    DraftSettings,
     EngineSettings,
     OptimSettings,
     TargetSettings,
     TrainSettings,
-    TttSettings,
 )
+from longdraft.train.draft_settings import DraftSettings, TttSettings
 from longdraft.train.engines.base import Engine
 from longdraft.train.engines.group import Group
 from longdraft.train.engines.torch_engine import TorchEngine

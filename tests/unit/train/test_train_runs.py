@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from train_case import TEXTS, final_state, recipe, rows, train
 
 from longdraft.draft_models.checkpoint import load_draft
 from longdraft.train import checkpoints as checkpoints_module
@@ -19,48 +20,9 @@ from longdraft.train.long_draft import main
 from longdraft.train.methods import longspec
 from longdraft.train.objective import SummedLoss
 from longdraft.train.positions import lag_of_step
-from longdraft.train.target import load_target, load_tokenizer
+from longdraft.train.target import load_target
 
-TEXTS = [
-    "short one",
-    "a somewhat longer text " * 3,
-    "the longest of these few lines, by a good margin " * 5,
-    "x" * 40,
-    "y z " * 30,
-]
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    """A run of a few seconds; its data lies beside it."""
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    config = {
-        "run": {"name": "r", "output_dir": str(tmp_path / "runs"), "seed": 3},
-        "target": {"path": "tiny-random:llama"},
-        "draft": {"window": 16},
-        "data": {"train": "data.jsonl", "eval": "data.jsonl", "max_length": 200},
-        "positions": {"max_position": 1000},
-        "lag": {"max": 3},
-        "optim": {"lr": 0.003, "schedule": "constant", "warmup_ratio": 0.0},
-        "schedule": {"max_steps": 6, "micro_batch": 2, "save_every": 3, "log_every": 1},
-        "evaluation": {"prompts": 0},
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
-def train(recipe: Path, name: str, *overrides: str) -> Path:
-    assert main(["--config", str(recipe), f"run.name={name}", *overrides]) == 0
-    return recipe.parent / "runs" / name
-
-
-def final_state(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "checkpoints" / "latest" / "state.safetensors")
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+__all__ = ["recipe"]  # a fixture
 
 
 @pytest.mark.parametrize(("packing", "optimizer"), [("false", "adamw"), ("true", "adamw"), ("true", "muon")])
@@ -168,71 +130,6 @@ def test_what_the_target_says_on_all_rows_trains_too(recipe: Path, objective: st
     settings = (f"objective.name={objective}", "objective.rows=all", "schedule.max_steps=30", *extra)
     losses = [row["loss"] for row in rows(train(recipe, "r", *settings))]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
-
-
-def test_a_fit_before_the_first_step_lowers_its_loss_and_a_resumed_run_keeps_its_weights(recipe: Path) -> None:
-    settings = ("draft.init=target", "objective.name=greedy", "objective.rows=all", "schedule.max_steps=2")
-    without = rows(train(recipe, "without", *settings))[0]["loss"]
-    whole = train(recipe, "whole", *settings, "draft.fit_tokens=1500")
-    assert rows(whole)[0]["loss"] < 0.9 * without
-    train(recipe, "parts", *settings, "draft.fit_tokens=1500", "schedule.max_steps=1")
-    parts = train(recipe, "parts", *settings, "draft.fit_tokens=1500")
-    want, got = final_state(whole), final_state(parts)
-    assert all(torch.equal(want[key], got[key]) for key in want)
-
-
-NEWEST = ("draft.newest_heads=1", "draft.qkv_bias=true", "draft.fit_tokens=1500", "draft.init=target")
-
-
-def test_newest_heads_start_as_biases_and_a_resumed_run_keeps_its_weights(recipe: Path) -> None:
-    still = ("optim.lr=1e-12", "optim.warmup_ratio=0", "schedule.max_steps=2", "objective.name=greedy")
-    whole = train(recipe, "whole", *NEWEST, *still)
-    train(recipe, "parts", *NEWEST, *still, "schedule.max_steps=1")
-    parts = train(recipe, "parts", *NEWEST, *still)
-    want, got = final_state(whole), final_state(parts)
-    assert all(torch.equal(want[key], got[key]) for key in want)
-    target = load_target(TargetSettings(path="tiny-random:llama"), torch.device("cpu"))
-    bias = load_draft(whole / "checkpoints" / "latest" / "draft", target.spec).cross_attn.q_proj.bias
-    by_head = bias.view(target.spec.num_kv_heads, -1, target.spec.head_dim).norm(dim=-1)
-    assert (by_head[:, 0] > 1).all()
-    assert (by_head[:, 1:] < 1e-3).all()
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (("draft.newest_heads=1", "draft.fit_tokens=100"), "draft.qkv_bias=true"),
-        (("draft.newest_heads=1", "draft.qkv_bias=true"), "draft.fit_tokens=200000"),
-        ((*NEWEST, "draft.newest_heads=9"), "or less"),
-        ((*NEWEST, "draft.cross_q_norm=true"), "draft.cross_q_norm=false"),
-        ((*NEWEST, "draft.init_from=folder"), "leave one out"),
-    ],
-)
-def test_newest_heads_that_cannot_start_are_refused(
-    recipe: Path, settings: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--config", str(recipe), *settings]) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_a_ranked_head_holds_the_training_texts_tokens_and_the_ends(recipe: Path) -> None:
-    run = train(recipe, "r", "draft.head_tokens=25", "schedule.max_steps=1")
-    target = load_target(TargetSettings(path="tiny-random:llama"), torch.device("cpu"))
-    draft = load_draft(run / "checkpoints" / "latest" / "draft", target.spec)
-    tokenizer = load_tokenizer(TargetSettings(path="tiny-random:llama"))
-    assert draft.head_ids is not None
-    held = set(draft.head_ids.tolist())
-    assert held >= set(tokenizer.all_special_ids)
-    assert held >= {tokenizer(" ").input_ids[0], tokenizer("x").input_ids[0], tokenizer("o").input_ids[0]}
-
-
-def test_init_from_starts_at_another_runs_draft(recipe: Path) -> None:
-    first = train(recipe, "first")
-    second = train(
-        recipe, "second", f"draft.init_from={first}/checkpoints/latest/draft", "optim.lr=1e-12", "schedule.max_steps=1"
-    )
-    want, got = final_state(first), final_state(second)
-    assert all(torch.allclose(want[key], got[key], atol=1e-6) for key in want if key.startswith("master."))
 
 
 def test_a_loss_that_is_not_finite_stops_with_step_and_samples(
