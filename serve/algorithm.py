@@ -43,8 +43,8 @@ class LongDraftAlgorithm(CustomSpecAlgo):
         server_args.disable_overlap_schedule = True
         graphs = server_args.cuda_graph_config
         graphs.prefill.backend = Backend.DISABLED
-        # FlashInfer plans on the host and torch reads lengths there: neither can be captured. Trees are not, yet.
-        hosted = settings.attention in ("flashinfer", "torch") or shape is not None
+        # FlashInfer plans on the host and torch reads lengths there: neither can be captured.
+        hosted = settings.attention in ("flashinfer", "torch")
         capturable = server_args.device == "cuda" and not hosted
         if capturable and graphs.decode.backend != Backend.DISABLED:
             graphs.decode.backend = Backend.FULL

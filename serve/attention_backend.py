@@ -34,6 +34,7 @@ class LongDraftAttention(AttentionBackend):
         super().__init__()
         self.table = table
         self.static: StaticPlan | None = None
+        self.tree_widths: frozenset[int] = frozenset()  # new tokens of a request where graphs verify trees
         self.captured_hidden = CaptureHiddenMode.NULL  # what graphs of verifications keep for a draft
         self.stock = stock
         self.pool = pool
@@ -41,6 +42,12 @@ class LongDraftAttention(AttentionBackend):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["stock"], name)
+
+    def sibling(self) -> "LongDraftAttention":
+        """The same for graphs of another width, with static buffers of its own."""
+        made = LongDraftAttention(self.stock, self.pool, self.prefix_backend, self.table)
+        made.captured_hidden, made.tree_widths = self.captured_hidden, self.tree_widths
+        return made
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         if not forward_batch.forward_mode.is_target_verify():
@@ -51,22 +58,26 @@ class LongDraftAttention(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """SGLang's decode graphs are of verifications alone, so the stock backend needs no buffers for them."""
         assert self.table is not None and max_num_tokens % max_bs == 0
-        self.static = StaticPlan(max_bs, max_num_tokens // max_bs, self.table.shape[1], self.table.device)
+        width = max_num_tokens // max_bs
+        columns, trees = self.table.shape[1], width in self.tree_widths
+        self.static = StaticPlan(max_bs, width, columns, self.table.device, trees)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Cached tokens of a batch's padding: one, of the page table's row 0."""
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Fill the static plan, before a capture and before every replay; the captured forward reads the plan of its size."""
+        """Fill the static buffers, before a capture and before every replay; the captured forward reads those of its size."""
         if not forward_batch.forward_mode.is_target_verify():
             self.stock.init_forward_metadata_out_graph(forward_batch, in_capture)
             return
         assert self.static is not None and self.table is not None
-        size, longest = forward_batch.batch_size, int(forward_batch.seq_lens_cpu.max())
-        self.static.fill(self.table, forward_batch.req_pool_indices, forward_batch.seq_lens, longest)
+        given, size = forward_batch.spec_info, forward_batch.batch_size
+        longest = int(forward_batch.seq_lens_cpu.max())
+        rows, lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        self.static.fill(self.table, rows, lens, longest, given.bits_TW)
         if in_capture:
-            forward_batch.spec_info.plan = self.static.plan(size)
+            given.plan, given.bits_TW = self.static.plan(size), self.static.bits(size)
 
     def support_triton(self) -> bool:
         return self.stock.support_triton()
@@ -100,7 +111,7 @@ class LongDraftAttention(AttentionBackend):
         assert plan is not None, "a captured forward has its plan from the static buffers"
         out_THD = hybrid_tree_attention(
             *(q_THD, k_TKD, v_TKD, keys, values, plan, layer.scaling),
-            getattr(forward_batch.spec_info, "bits_TW", None),
+            forward_batch.spec_info.bits_TW,
             self.prefix_backend,
             scales,
         )

@@ -23,6 +23,7 @@ from longdraft.serve.settings import ServeSettings, request_settings
 from longdraft.serve.simulate import simulated, simulated_acceptance
 from longdraft.serve.spec_inputs import DraftInput
 from longdraft.serve.step_clock import make_clock
+from longdraft.serve.target_graphs import TargetGraphs
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.verify import Verified, verify
 
@@ -41,7 +42,7 @@ class DecodeStep:
         self.settings = settings
         self.stride = stride
         self.clock = make_clock(settings.step_times, torch.device(target_worker.model_runner.device))
-        self.graphs: Any = None  # SGLang's graphs of the target's verification, where it made some
+        self.graphs: TargetGraphs | None = None  # of the target's verification, where SGLang made some
         self.vocab: int = target_worker.model_runner.model_config.vocab_size
 
     def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
@@ -54,7 +55,7 @@ class DecodeStep:
             drafts = self._propose(batch)
         everyone = list(range(len(batch.reqs)))
         try:
-            width = self.stride if self.graphs is not None and len(everyone) <= self.graphs.max_bs else None
+            width = self._graph_width(len(everyone), 1 + max(len(d) for d in drafts))
             seen = verify(self.target_worker, batch, everyone, drafts, self.observer, width, self.clock)
         except Exception:
             logger.exception("longdraft: a verification failed, its requests are verified one by one without drafts")
@@ -63,6 +64,10 @@ class DecodeStep:
         with self.clock.phase("keep"):
             runs = self._keep(batch, drafts, seen)
             return self._result(batch, runs, seen)
+
+    def _graph_width(self, requests: int, rows: int) -> int | None:
+        """Rows a request of the graphs that verify so many; None: without graphs."""
+        return None if self.graphs is None else self.graphs.select(requests, rows)
 
     def mode_of(self, req: Any) -> str:
         """The request's mode, read once; its counters are attached with it."""
@@ -118,8 +123,7 @@ class DecodeStep:
     def _verify_alone(self, batch: ScheduleBatch, index: int) -> Verified:
         """Plain decoding of one request; if even that fails, the request ends with an error."""
         try:
-            width = self.stride if self.graphs is not None else None  # its graphs hold chains of the whole stride
-            return verify(self.target_worker, batch, [index], [[]], self.observer, width)
+            return verify(self.target_worker, batch, [index], [[]], self.observer, self._graph_width(1, 1))
         except Exception:
             req = batch.reqs[index]
             _give_up(req)

@@ -119,10 +119,9 @@ def mask_on_cpu(original: Any, *args: Any, **kwargs: Any) -> None:
 
 def captured_input(original: Any, self: Any, num_tokens: int) -> Any:
     """What SGLang captures a verification with is EAGLE's; ours has a plan and, for an EAGLE-3 draft, asks for hidden layers."""
-    runner = self.model_runner
-    if not isinstance(runner.attn_backend, LongDraftAttention):
+    if not isinstance(self.attn_backend, LongDraftAttention):
         return original(self, num_tokens)
-    return VerifyInput(None, runner.attn_backend.captured_hidden)
+    return VerifyInput(None, self.attn_backend.captured_hidden)
 
 
 HOOKS: list[tuple[str, Any, HookType]] = [

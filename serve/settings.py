@@ -40,8 +40,7 @@ class ServeSettings(Settings):
     )
     tree: str = Field(
         CHAIN,
-        description=f"what is drafted: {HELP} (a tree's depth takes the place of the steps; trees are verified without CUDA "
-        "graphs)",
+        description=f"what is drafted: {HELP} (a tree's depth takes the place of the steps)",
     )
     lookup_min_match: int = Field(2, ge=1, description="shortest suffix match that the lookup drafter continues")
     attention: Literal["auto", "fa3", "flashinfer", "triton", "torch"] = Field(

@@ -3,13 +3,14 @@
 Legend: B requests.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from longdraft.draft_models.draft_tree import TreeDraft, beam_tree, ranked_tree
-from longdraft.errors import UserError
+from longdraft.errors import UserError, shown
 from longdraft.kernels.tree import Tree
 from longdraft.kernels.tree_attention import MAX_TREE
 
@@ -45,16 +46,15 @@ def parse_tree(text: str) -> TreeShape | None:
     if text == CHAIN:
         return None
     ranked = text.removeprefix("eagle2:") if text.startswith("eagle2:") else None
-    try:
-        numbers = [int(part) for part in (text if ranked is None else ranked).split(",")]
-    except ValueError:
-        numbers = []
+    parts = (text if ranked is None else ranked).split(",")
+    # int() takes signs, spaces, underscores and the digits of any script.
+    numbers = [int(part) for part in parts] if all(re.fullmatch("[0-9]{1,6}", part) for part in parts) else []
     if not numbers or min(numbers) < 1 or (ranked is not None and len(numbers) != 3):
-        raise UserError(f"tree={text!r} is no shape: write {HELP}")
+        raise UserError(f"tree={shown(text)} is no shape: write {HELP}")
     shape = _beam(numbers) if ranked is None else _ranked(text, *numbers)
     if max(shape.places, shape.runs) > MAX_TREE:
         raise UserError(
-            f"tree={text!r} has {shape.places} places and {shape.runs} drafted on, a verification and a draft hold {MAX_TREE}: "
+            f"tree={shown(text)} has {shape.places} places and {shape.runs} drafted on, a verification and a draft hold {MAX_TREE}: "
             "make it smaller"
         )
     return shape

@@ -38,7 +38,8 @@ class TreeStep(DecodeStep):
             return super()._run(batch)
         try:
             with self.clock.phase("verify"):
-                seen = verify_tree(self.target_worker, batch, tree, self.observer)
+                captured = self._graph_width(len(batch.reqs), tree.token_BT.shape[1]) is not None
+                seen = verify_tree(self.target_worker, batch, tree, self.observer, captured)
         except Exception:
             logger.exception("longdraft: a verification of trees failed, its requests go on without drafts")
             return super()._run(batch)

@@ -31,7 +31,9 @@ class VerifiedTree:
     slot_BT: torch.Tensor
 
 
-def verify_tree(target_worker: Any, batch: ScheduleBatch, tree: Tree, observer: Observer) -> VerifiedTree:
+def verify_tree(
+    target_worker: Any, batch: ScheduleBatch, tree: Tree, observer: Observer, captured: bool = False
+) -> VerifiedTree:
     """Run the target over every request's tree; the node at place t writes to the request's t-th reserved slot.
 
     Args:
@@ -39,6 +41,7 @@ def verify_tree(target_worker: Any, batch: ScheduleBatch, tree: Tree, observer: 
         batch: the running batch. A tree has nodes besides its root only where there is a slot for every place.
         tree: of each request of the batch; places without a node write to slot 0, which nobody owns.
         observer: says what the forward must keep.
+        captured: whether a CUDA graph of as many rows runs it: the attention backend's static buffers are its plan then.
     """
     reqs, device, table = batch.reqs, batch.seq_lens.device, batch.req_to_token_pool.req_to_token
     count = tree.token_BT.shape[1]
@@ -47,7 +50,7 @@ def verify_tree(target_worker: Any, batch: ScheduleBatch, tree: Tree, observer: 
     row_B = batch.req_pool_indices
     place_BT = (cached_B[:, None] + torch.arange(count, device=device)).clamp_max(table.shape[1] - 1)
     slot_BT = table[row_B[:, None], place_BT].long() * tree.valid_BT
-    plan = AttentionPlan.build(table[row_B, : max(lengths)], lengths, [count] * len(reqs))
+    plan = None if captured else AttentionPlan.build(table[row_B, : max(lengths)], lengths, [count] * len(reqs))
     # A place without a node reads nothing; it stands where its root does, within the context.
     position_BT = torch.where(tree.valid_BT, tree.position_BT(cached_B), cached_B[:, None])
     forward = ForwardBatch(

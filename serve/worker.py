@@ -18,6 +18,7 @@ from longdraft.serve.observer import Observer
 from longdraft.serve.settings import read_environment
 from longdraft.serve.simulate import simulated
 from longdraft.serve.spec_inputs import DraftInput
+from longdraft.serve.target_graphs import TargetGraphs
 from longdraft.serve.target_layers import check_layers
 from longdraft.serve.tree_shape import parse_tree
 from longdraft.serve.tree_step import make_step
@@ -45,6 +46,7 @@ class LongDraftWorker(BaseSpecWorker):
         self._reserve()
         stride = server_args.speculative_num_draft_tokens
         shape = parse_tree(settings.tree)
+        self.tree_widths = frozenset() if shape is None else frozenset({shape.places})
         self.step = make_step(shape, target_worker, self.drafter, self.observer, settings, stride)
         if simulated(settings.simulate_accept_length):
             logger.warning("longdraft: acceptance is simulated, the text is wrong: for benchmarks only")
@@ -71,14 +73,17 @@ class LongDraftWorker(BaseSpecWorker):
             runner.attn_backend, runner.token_to_kv_pool, self.prefix_backend, table
         )
         runner.attn_backend.captured_hidden = self.observer.capture
+        runner.attn_backend.tree_widths = self.tree_widths
         self.drafter.bind_pool(runner.token_to_kv_pool)
 
     def init_cuda_graphs(self) -> None:
-        """The draft's, at the sizes at which SGLang has just captured the target's verification."""
-        graphs = self.runner.decode_cuda_graph_runner
-        if graphs is not None and hasattr(graphs, "capture_bs"):
-            self.step.graphs = graphs
-            self.drafter.use_graphs(graphs.capture_bs)
+        """The draft's, at the sizes at which SGLang has just captured the target's verification; that of one row beside trees."""
+        made = self.runner.decode_cuda_graph_runner
+        if made is not None and hasattr(made, "capture_bs"):
+            self.step.graphs = graphs = TargetGraphs(self.runner, made)
+            if self.tree_widths:
+                graphs.add(1)
+            self.drafter.use_graphs(made.capture_bs)
 
     def clear_cache_pool(self) -> None:
         self._start_anew()

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from longdraft.errors import UserError
+from longdraft.errors import UserError, shown
 
 
 class Settings(BaseModel):
@@ -103,4 +103,4 @@ def _explain(schema: type[BaseModel], error: Any) -> str:
     if error["type"] == "missing":
         return f"{path} is missing: set it in the file or as {path}=VALUE"
     message = str(error["msg"]).removeprefix("Value error, ")
-    return f"{path}={error['input']!r}: {message}" if path else message
+    return f"{path}={shown(error['input'])}: {message}" if path else message

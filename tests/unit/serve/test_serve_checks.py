@@ -257,4 +257,4 @@ def test_a_trees_places_are_sglangs_draft_tokens(monkeypatch: pytest.MonkeyPatch
     args = arguments(device="cuda")
     LongDraftAlgorithm("LONGDRAFT", lambda server_args: object).handle_server_args(args)
     assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (2, 6)
-    assert args.disable_cuda_graph
+    assert args.cuda_graph_config.decode.backend == "full"

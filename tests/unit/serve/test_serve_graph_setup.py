@@ -7,7 +7,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
-from longdraft.serve import hooks
+from longdraft.serve import hooks, target_graphs
 from longdraft.serve.algorithm import LongDraftAlgorithm
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.settings import ENVIRONMENT
@@ -48,12 +48,46 @@ def test_graphs_are_made_on_a_card_where_the_attention_can_be_captured(
 def test_a_capture_has_our_input_and_stock_models_theirs() -> None:
     backend = LongDraftAttention(SimpleNamespace(), None, None)  # type: ignore[arg-type]
     backend.captured_hidden = CaptureHiddenMode.FULL
-    ours = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=backend))
+    ours = SimpleNamespace(attn_backend=backend)
     given = hooks.captured_input(None, ours, 6)
     assert isinstance(given, VerifyInput)
     assert (given.plan, given.capture_hidden_mode) == (None, CaptureHiddenMode.FULL)
-    stock = SimpleNamespace(model_runner=SimpleNamespace(attn_backend=object()))
+    stock = SimpleNamespace(attn_backend=object())
     assert hooks.captured_input(lambda self, tokens: ("stock", tokens), stock, 6) == ("stock", 6)
+
+
+class Capture:
+    """In the place of SGLang's graphs of one width."""
+
+    capture_bs, max_bs = (1, 2, 4), 4
+
+    def __init__(self, runner: Any, attn_backend: Any, speculative_num_draft_tokens: int) -> None:
+        self.attn_backend, self.num_tokens_per_bs = attn_backend, speculative_num_draft_tokens
+        attn_backend.init_cuda_graph_state(self.max_bs, self.max_bs * self.num_tokens_per_bs)
+
+
+def a_backend(tree_widths: frozenset[int]) -> LongDraftAttention:
+    backend = LongDraftAttention(SimpleNamespace(), None, None, torch.zeros(5, 9, dtype=torch.int32))  # type: ignore[arg-type]
+    backend.tree_widths = tree_widths
+    return backend
+
+
+def test_a_verification_replays_the_narrowest_graphs_that_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_graphs, "DecodeCudaGraphRunner", Capture)
+    runner = SimpleNamespace(attn_backend=a_backend(frozenset({6})))
+    runner.decode_cuda_graph_runner = first = Capture(runner, runner.attn_backend, 6)
+    graphs = target_graphs.TargetGraphs(runner, first)
+    for width in (1, 3, 3, 6):
+        graphs.add(width)
+    assert sorted(graphs.sets) == [1, 3, 6]
+    assert graphs.sets[6] is first
+    backends = [graphs.sets[width].attn_backend for width in (1, 3, 6)]
+    assert len({id(b.static.pages_BW) for b in backends}) == 3, "graphs of two widths share buffers"
+    assert [b.static.bits_TW is None for b in backends] == [True, True, False]
+    for requests, rows, width in ((1, 1, 1), (4, 2, 3), (2, 4, 6), (5, 1, None), (1, 7, None), (3, 3, 3)):
+        assert graphs.select(requests, rows) == width
+        if width is not None:
+            assert runner.decode_cuda_graph_runner is graphs.sets[width]
 
 
 @pytest.mark.parametrize("sizes", [[1, 2, 4], None])
@@ -62,11 +96,12 @@ def test_the_drafts_graphs_follow_the_targets(sizes: list[int] | None) -> None:
     worker = LongDraftWorker.__new__(LongDraftWorker)
     worker.step = SimpleNamespace(graphs=None)  # type: ignore[assignment]
     worker.drafter = SimpleNamespace(use_graphs=asked.append)  # type: ignore[assignment]
-    graphs = SimpleNamespace(capture_bs=sizes, max_bs=4) if sizes else None
-    worker.runner = SimpleNamespace(decode_cuda_graph_runner=graphs)
+    made = SimpleNamespace(capture_bs=sizes, max_bs=4, num_tokens_per_bs=5) if sizes else None
+    worker.runner = SimpleNamespace(decode_cuda_graph_runner=made)
+    worker.tree_widths = frozenset()
     worker.init_cuda_graphs()
     assert asked == ([sizes] if sizes else [])
-    assert worker.step.graphs is graphs
+    assert (worker.step.graphs is None) == (sizes is None)
 
 
 def test_a_batch_that_no_graph_holds_is_verified_as_it_is() -> None:

@@ -10,12 +10,15 @@ from serve_fakes import plain_request
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
 from longdraft.kernels.plan import AttentionPlan
+from longdraft.kernels.tree import NO_NODE, Tree
+from longdraft.kernels.tree_bits import unpack_bits
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.drafters.lookup import LookupDrafter
 from longdraft.serve.observer import Observer
 from longdraft.serve.spec_inputs import VerifyInput
 from longdraft.serve.static_plan import StaticPlan
 from longdraft.serve.tokens import Tokens
+from longdraft.serve.tree_verify import verify_tree
 from longdraft.serve.verify import verify
 
 HEADS, SIZE, VOCAB, COLUMNS, STRIDE, MOST = 2, 8, 50, 24, 5, 4
@@ -71,13 +74,19 @@ class OneLayerTarget:
 def run(texts: list[list[int]], drafts: list[list[int]], width: int | None) -> tuple[Any, OneLayerTarget]:
     target = OneLayerTarget(texts)
     target.backend.init_cuda_graph_state(MOST, MOST * STRIDE)
+    batch = batch_of(texts)
+    members = list(range(len(texts)))
+    return verify(target, batch, members, drafts, Observer(LookupDrafter(2)), width), target
+
+
+def batch_of(texts: list[list[int]]) -> Any:
     reqs = []
     for i, text in enumerate(texts):
         req = plain_request(rid=str(i), temperature=0.0)
         req.origin_input_ids, req.output_ids = array("q", text), array("q")
         reqs.append(req)
     rows = torch.arange(1, len(texts) + 1)
-    batch: Any = SimpleNamespace(
+    return SimpleNamespace(
         reqs=reqs,
         seq_lens=torch.tensor([Tokens(r).cached for r in reqs]),
         req_pool_indices=rows,
@@ -85,8 +94,6 @@ def run(texts: list[list[int]], drafts: list[list[int]], width: int | None) -> t
         spec_algorithm=None,
         sampling_info=None,
     )
-    observer = Observer(LookupDrafter(2))
-    return verify(target, batch, list(range(len(reqs))), drafts, observer, width), target
 
 
 TEXTS = [torch.randint(0, VOCAB, (n,), generator=DRAW).tolist() for n in (7, 1, COLUMNS - 1, 12)]
@@ -138,3 +145,63 @@ def test_metadata_of_a_replay_fills_the_captured_plan_in_place() -> None:
     target.backend.init_forward_metadata_out_graph(replayed)
     assert captured.spec_info.plan.lens == [17, 1]
     assert captured.spec_info.plan.slots(0, 22).tolist() == TABLE[3, :22].tolist()
+
+
+def trees(seed: int) -> Tree:
+    """Random trees of the stride's places, of which some hold no node; the third request, at its row's end, has its root alone."""
+    draw = torch.Generator().manual_seed(seed)
+    parents, depths = torch.full((MOST, STRIDE), NO_NODE), torch.zeros(MOST, STRIDE, dtype=torch.int64)
+    parents[:, 0] = -1
+    for b in range(MOST):
+        for t in range(1, STRIDE):
+            parent = int(torch.randint(-1, t, (1,), generator=draw))
+            if b != 2 and parent >= 0 and parents[b, parent] > NO_NODE:
+                parents[b, t], depths[b, t] = parent, depths[b, parent] + 1
+    tokens = torch.randint(0, VOCAB, (MOST, STRIDE), generator=draw)
+    tokens[:, 0] = torch.tensor([text[-1] for text in TEXTS])
+    return Tree.build(tokens, parents, depths, STRIDE - 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_trees_over_static_bits_are_chosen_as_trees_alone(seed: int) -> None:
+    """V1 for graphs of trees, one batch after another over the same buffers."""
+    target, tree = OneLayerTarget(TEXTS), trees(seed)
+    target.backend.tree_widths = frozenset({STRIDE})
+    target.backend.init_cuda_graph_state(MOST, MOST * STRIDE)
+    verify_tree(target, batch_of(TEXTS), trees(seed + 10), Observer(LookupDrafter(2)), captured=True)
+    seen = verify_tree(target, batch_of(TEXTS), tree, Observer(LookupDrafter(2)), captured=True)
+    plain = OneLayerTarget(TEXTS)
+    alone = verify_tree(plain, batch_of(TEXTS), tree, Observer(LookupDrafter(2)))
+    real_N = tree.valid_BT.flatten()
+    assert seen.choice_BT[tree.valid_BT].tolist() == alone.choice_BT[tree.valid_BT].tolist()
+    torch.testing.assert_close(seen.logits_NV[real_N], alone.logits_NV[real_N])
+    assert torch.isfinite(seen.logits_NV[real_N]).all(), "poison was read"
+
+
+def test_static_bits_are_the_batchs_and_the_padding_reads_nothing() -> None:
+    static = StaticPlan(MOST, STRIDE, COLUMNS, torch.device("cpu"), trees=True)
+    rows, lens, bits_TW = torch.tensor([2, 0, 0]), torch.tensor([9, 1, 1]), trees(0).bits_BTW.flatten(0, 1)
+    static.fill(TABLE, rows, lens, 9, bits_TW[: 3 * STRIDE])
+    assert torch.equal(static.bits(3), bits_TW[: 3 * STRIDE])  # type: ignore[arg-type]
+    static.fill(TABLE, rows, lens, 9, bits_TW[:STRIDE])
+    assert torch.equal(static.bits(3), torch.cat([bits_TW[:STRIDE], torch.zeros_like(bits_TW[: 2 * STRIDE])]))  # type: ignore[arg-type]
+
+
+def test_chains_in_graphs_of_trees_are_causal() -> None:
+    drafts = [[3, 4, 5, 6], [7], [], [1, 2]]
+    alone, _ = run(TEXTS, drafts, None)
+    target = OneLayerTarget(TEXTS)
+    target.backend.tree_widths = frozenset({STRIDE})
+    target.backend.init_cuda_graph_state(MOST, MOST * STRIDE)
+    seen = verify(target, batch_of(TEXTS), list(range(MOST)), drafts, Observer(LookupDrafter(2)), STRIDE)
+    assert seen.choices() == alone.choices()
+    static = target.backend.static
+    assert static is not None and static.bits_TW is not None
+    causal = torch.ones(STRIDE, STRIDE).tril().bool()
+    assert all(torch.equal(x, causal) for x in unpack_bits(static.bits_TW, STRIDE).view(MOST, STRIDE, STRIDE))
+
+
+def test_graphs_of_chains_refuse_trees() -> None:
+    static = StaticPlan(MOST, STRIDE, COLUMNS, torch.device("cpu"))
+    with pytest.raises(AssertionError, match="cannot verify trees"):
+        static.fill(TABLE, torch.tensor([1]), torch.tensor([3]), 3, torch.zeros(STRIDE, 1, dtype=torch.int64))

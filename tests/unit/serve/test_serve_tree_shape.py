@@ -5,6 +5,7 @@ import torch
 
 from longdraft.draft_models.draft_tree import Frontier, TreeDraft
 from longdraft.errors import UserError
+from longdraft.schema import validate
 from longdraft.serve.settings import ServeSettings
 from longdraft.serve.tree_shape import parse_tree
 
@@ -48,6 +49,10 @@ def test_a_chain_is_no_tree() -> None:
         ("beam", "is no shape"),
         ("4,0", "is no shape"),
         ("4,x", "is no shape"),
+        ("4,1_6", "is no shape"),
+        ("+4, 16", "is no shape"),
+        ("\u0664,\u0968", "is no shape"),
+        ("4," * 5000, r"tree='4,4,[4,]{60,80}\.\.\. \(10002 characters\) is no shape"),
         ("eagle2:5,8", "is no shape"),
         ("eagle3:5,8,60", "is no shape"),
         ("64,64", "has 129 places"),
@@ -60,3 +65,6 @@ def test_what_is_no_shape_is_refused_with_what_is_one(text: str, pattern: str) -
         parse_tree(text)
     with pytest.raises(ValueError, match=pattern):
         ServeSettings(tree=text)
+    with pytest.raises(UserError, match=pattern) as error:
+        validate(ServeSettings, {"tree": text})
+    assert len(str(error.value)) < 500
