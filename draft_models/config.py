@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from longdraft.draft_models.target import TargetSpec
+from longdraft.errors import UserError
 
 FORMAT_VERSION = 1
 
@@ -20,6 +21,16 @@ class LongSpecSettings(BaseModel):
     )
     cross_q_norm: bool | None = Field(
         None, description="RMS norm on the cross-attention queries; None: as the target has"
+    )
+    cross_layers: list[int] = Field(
+        [],
+        description="target layers, from 0 and ascending, whose cached keys and values the cross-attention reads, each with query "
+        "heads of its own; empty: the last layer alone (LongSpec)",
+    )
+    cross_group: int | None = Field(
+        None,
+        ge=1,
+        description="the cross-attention's query heads for each cached key head; None: as many as the target's",
     )
     final_norm: bool = Field(False, description="RMS norm before the head (LongSpec has none)")
     head_tokens: int | None = Field(
@@ -61,6 +72,26 @@ class LongSpecConfig:
         self.settings = settings or LongSpecSettings()
         choice = self.settings.cross_q_norm
         self.cross_q_norm: bool = target.qk_norm if choice is None else choice
+        layers = self.settings.cross_layers
+        if layers != sorted(set(layers)) or any(not 0 <= layer < target.num_layers for layer in layers):
+            raise UserError(
+                f"draft.cross_layers={layers}: give different layers of the target in ascending order, 0 to {target.num_layers - 1}"
+            )
+
+    @property
+    def cross_layers(self) -> tuple[int, ...]:
+        """Layers of the target that the cross-attention reads, ascending."""
+        return tuple(self.settings.cross_layers) or (self.target.num_layers - 1,)
+
+    @property
+    def cross_group(self) -> int:
+        """Query heads of the cross-attention for each cached key head."""
+        return self.settings.cross_group or self.target.num_heads // self.target.num_kv_heads
+
+    @property
+    def cross_heads(self) -> int:
+        """Query heads of the cross-attention: those of the first layer's first key head come first."""
+        return len(self.cross_layers) * self.target.num_kv_heads * self.cross_group
 
     @property
     def rotary_spec(self) -> TargetSpec:

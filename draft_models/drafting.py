@@ -42,7 +42,7 @@ class Drafting(ABC):
 
 
 class LongSpecDrafting(Drafting):
-    """Rings of the last ids, and the target's last layer read from its cache, whole or through a view."""
+    """Rings of the last ids, and the layers that the draft reads of the target's cache, whole or through a view."""
 
     def __init__(self, draft: LongSpecDraft, steps: int, view: View | None) -> None:
         self.draft, self.length = draft, 0
@@ -61,10 +61,12 @@ class LongSpecDrafting(Drafting):
         self.length = end
 
     def propose(self, root: torch.Tensor, cache: DynamicCache, steps: int) -> torch.Tensor:
-        last = cache.layers[-1]
-        assert last.keys is not None and last.values is not None
+        read = [cache.layers[layer] for layer in self.draft.config.cross_layers]
         dtype = self.draft.self_attn.q_proj.weight.dtype
-        keys, values = (x[0].transpose(0, 1).to(dtype) for x in (last.keys, last.values))
+        keys, values = (
+            torch.cat([getattr(layer, name)[0].transpose(0, 1) for layer in read], 1).to(dtype)
+            for name in ("keys", "values")
+        )
         at = torch.tensor([self.length], device=root.device)
         return propose_chain(self.state, self.row, root, at, steps, self.reader.begin(keys, values))[0]
 

@@ -39,15 +39,18 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention over the target's last-layer keys and values as cached: only q and o projections of its own."""
+    """Attention over the target's keys and values as cached: only q and o projections of its own.
+
+    Of several layers the key heads stand side by side, as if they were one layer's.
+    """
 
     def __init__(self, config: LongSpecConfig) -> None:
         super().__init__()
         t = config.target
         self.head_dim = t.head_dim
-        self.q_proj = nn.Linear(t.hidden_size, t.num_heads * t.head_dim, bias=config.settings.qkv_bias)
+        self.q_proj = nn.Linear(t.hidden_size, config.cross_heads * t.head_dim, bias=config.settings.qkv_bias)
         self.q_norm = nn.RMSNorm(t.head_dim, eps=t.rms_norm_eps) if config.cross_q_norm else None
-        self.o_proj = nn.Linear(t.num_heads * t.head_dim, t.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.cross_heads * t.head_dim, t.hidden_size, bias=False)
 
     def query(self, x_TE: torch.Tensor) -> torch.Tensor:
         q_THD = self.q_proj(x_TE).unflatten(-1, (-1, self.head_dim))
@@ -177,7 +180,7 @@ class LongSpecDraft(nn.Module):
             id_T: int64 token ids.
             position_T: their positions; queries and keys are rotated there.
             self_attend: attention of rotated ``q, k, v`` of these tokens over whatever the window holds.
-            cross_attend: attention of rotated queries over the target's last-layer cache.
+            cross_attend: attention of rotated queries over the target's cache.
         """
         h_TE = self.embed(id_T)
         x_TE = self.self_norm(h_TE)
@@ -205,7 +208,8 @@ class LongSpecDraft(nn.Module):
 
         Args:
             id_T, position_T: packed tokens and their positions (offsets may jump inside a document).
-            target_k_TKD, target_v_TKD: the target's last-layer cache of the same tokens; detached here.
+            target_k_TKD, target_v_TKD: the cache of the target's ``config.cross_layers`` of the same tokens, their key heads side by
+                side; detached here.
             cu: document offsets from 0 to T.
             lag: query t of a document sees the target's keys 0 .. t - lag.
             views: what it reads of them, one a document; None, or an empty sequence, is all.

@@ -24,7 +24,7 @@ SPREAD = 0.1  # of the first queries
 
 
 class Keys(NamedTuple):
-    """A document's rotated last-layer keys, ``[T, K, D]``, and their positions, int64 ``[T]``."""
+    """A document's rotated keys, ``[T, K, D]``, and their positions, int64 ``[T]``."""
 
     k_TKD: torch.Tensor
     position_T: torch.Tensor
@@ -76,11 +76,9 @@ def start_at_newest_key(draft: LongSpecDraft, query_KD: torch.Tensor, heads: int
         query_KD: of :func:`newest_key_queries`.
         heads: so many of G.
     """
-    target, project = draft.config.target, draft.cross_attn.q_proj
-    assert project.bias is not None and draft.cross_attn.q_norm is None
-    groups = target.num_heads // target.num_kv_heads
-    assert heads <= groups
-    bias_KGD = project.bias.view(target.num_kv_heads, groups, target.head_dim)
-    weight_KGDE = project.weight.view(target.num_kv_heads, groups, target.head_dim, -1)
+    config, project = draft.config, draft.cross_attn.q_proj
+    assert project.bias is not None and draft.cross_attn.q_norm is None and heads <= config.cross_group
+    bias_KGD = project.bias.unflatten(0, (-1, config.cross_group, config.target.head_dim))
+    weight_KGDE = project.weight.unflatten(0, (-1, config.cross_group, config.target.head_dim))
     bias_KGD[:, :heads] = query_KD[:, None].to(bias_KGD.dtype)
     weight_KGDE[:, :heads] = 0

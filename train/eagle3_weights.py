@@ -63,7 +63,7 @@ def fit_first_step(
     def batches() -> Iterator[Eagle3FitBatch]:
         for micro in fit_samples(settings, corpus, limit, target.device):
             seen = micro.capture or target.capture(
-                micro.id_T, micro.position_T, micro.cu, hidden=True, aux=draft.config.aux_layers, cache=False
+                micro.id_T, micro.position_T, micro.cu, hidden=True, aux=draft.config.aux_layers, kv_layers=()
             )
             assert seen.hidden_TE is not None
             row_N = (micro.label_T != IGNORED).nonzero().flatten()

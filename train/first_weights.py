@@ -41,6 +41,11 @@ def build_draft(settings: TrainSettings, target: FrozenTarget) -> LongSpecDraft:
             raise UserError(
                 f"draft.init_from={settings.draft.init_from!r} holds an EAGLE-3 draft: give a LongSpec draft"
             )
+        if settings.data.features and loaded.config.settings.cross_layers != settings.draft.cross_layers:
+            raise UserError(
+                f"draft.cross_layers={settings.draft.cross_layers} are in data.features, the draft of draft.init_from reads "
+                f"{loaded.config.settings.cross_layers}: capture these"
+            )
         draft = loaded
     else:
         torch.manual_seed(settings.run.seed)
@@ -89,10 +94,10 @@ def fit(
 def _fit_newest_heads(
     draft: LongSpecDraft, target: FrozenTarget, settings: TrainSettings, corpus: Documents, limit: int, group: Group
 ) -> None:
-    heads, most = settings.draft.newest_heads, target.spec.num_heads // target.spec.num_kv_heads
+    heads, most = settings.draft.newest_heads, draft.config.cross_group
     if heads > most:
         raise UserError(
-            f"draft.newest_heads={heads}, the target has {most} query heads a key head: give {most} or less"
+            f"draft.newest_heads={heads}, the cross-attention has {most} query heads a key head: give {most} or less"
         )
     if draft.cross_attn.q_norm is not None:
         raise UserError(
@@ -118,7 +123,9 @@ def _newest_documents(
     found: list[Keys] = []
     most = max(KEYS, 4 * settings.lag.max)
     for micro in fit_samples(settings, corpus, limit, target.device):
-        seen = micro.capture or target.capture(micro.id_T, micro.position_T, micro.cu)
+        seen = micro.capture or target.capture(
+            micro.id_T, micro.position_T, micro.cu, kv_layers=draft.config.cross_layers
+        )
         assert seen.k_TKD is not None
         for a, b in pairwise(micro.cu):
             if b - a > 4 * settings.lag.max:
@@ -155,7 +162,9 @@ def _batches(
     draft: LongSpecDraft, target: FrozenTarget, settings: TrainSettings, corpus: Documents, limit: int
 ) -> Iterator[FitBatch]:
     for micro in fit_samples(settings, corpus, limit, target.device):
-        seen = micro.capture or target.capture(micro.id_T, micro.position_T, micro.cu, hidden=True)
+        seen = micro.capture or target.capture(
+            micro.id_T, micro.position_T, micro.cu, hidden=True, kv_layers=draft.config.cross_layers
+        )
         assert seen.hidden_TE is not None
         cache = seen.k_TKD, seen.v_TKD
         run = partial(draft.forward_packed, micro.id_T, micro.position_T, *cache, micro.cu, settings.lag.min)

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 
+from longdraft.draft_models.config import LongSpecConfig
 from longdraft.draft_models.target import TargetSpec
 from longdraft.train.config import TrainSettings
 from longdraft.train.samples import Packed
@@ -31,7 +32,7 @@ def micro_batch_flops(spec: TargetSpec, settings: TrainSettings, batch: Packed) 
     """Operations of one micro-batch: the target's forward pass (none with stored features) and the draft's three passes' worth.
 
     target      T S (4 E (W + C) + 6 E I) + 2 S W sum(L_d^2)
-    LongSpec    3 (T (8 E W + 4 E C + 6 E I) + 2 W sum(L_d^2) + 4 W T w), w the window; head 4 n E V, as much again from a
+    LongSpec    3 (T (4 E (W + X) + 4 E C + 6 E I) + 2 X sum(L_d^2) + 4 W T w), w the window, X of the cross-attention as W; head 4 n E V, as much again from a
                 teacher (2 n E V); a view counts as the whole context
     EAGLE-3     3 (T (6 E^2 + 8 E C) + n k (6 E W + 6 E I) + 2 W k sum(n_d L_d)); head 6 n k E V of the draft's vocabulary, its
                 teacher 2 n k E V, and the target's choices 2 n E V of its own
@@ -50,6 +51,8 @@ def micro_batch_flops(spec: TargetSpec, settings: TrainSettings, batch: Packed) 
         return target + 3.0 * draft + 8.0 * rows * steps * e * scored + 2.0 * rows * e * v
     v = settings.draft.head_tokens or v
     window = min(settings.draft.window, max(lengths, default=0))
-    draft = tokens * (8 * e * w + 4 * e * c + mlp + 4 * w * window) + 2.0 * w * squares
+    own = LongSpecConfig(spec, settings.draft.architecture)
+    x = own.cross_heads * spec.head_dim
+    draft = tokens * (4 * e * (w + x) + 4 * e * c + mlp + 4 * w * window) + 2.0 * x * squares
     head = 4.0 if settings.objective.name == "ce" else 6.0
     return target + 3.0 * draft + head * rows * e * v

@@ -109,7 +109,7 @@ def _activations(spec: TargetSpec, settings: TrainSettings, device: torch.device
         # Every step keeps what enters its projections and MLP and its own keys; the features are three hidden rows.
         kept = item * (12 * hidden + settings.ttt.steps * (5 * hidden + 3 * wide + 2 * narrow))
     logits = min(tokens, settings.objective.chunk) * scored * (24 if settings.objective.name == "kl" else 12)
-    cache = 2 * narrow * item_target
+    cache = 2 * narrow * item_target * (1 if eagle3 else len(settings.draft.cross_layers) or 1)
     at_once = min(tokens, max(settings.target.max_batch_tokens, settings.data.max_length))
     passing = at_once * item_target * (4 * hidden + 3 * inner + 3 * wide)
     return tokens * cache + max(passing, tokens * kept + logits)

@@ -84,7 +84,9 @@ def longspec_loss(
         settings: which objective.
     """
     teaches = settings.name != "ce"
-    seen = batch.capture or target.capture(batch.id_T, batch.position_T, batch.cu, hidden=teaches)
+    seen = batch.capture or target.capture(
+        batch.id_T, batch.position_T, batch.cu, hidden=teaches, kv_layers=draft.config.cross_layers
+    )
     cache = seen.k_TKD, seen.v_TKD
     hidden_TE = draft.forward_packed(batch.id_T, batch.position_T, *cache, batch.cu, lag, batch.views)
     head_NE = draft.drafting_head_NE.to(hidden_TE.dtype)

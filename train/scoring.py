@@ -67,7 +67,7 @@ def _longspec_guesses(
 ) -> torch.Tensor:
     """``[K, L]`` the token that depth d of some chain puts at each place; -1 where there is none."""
     position_L, cu = torch.arange(len(id_L), device=id_L.device), [0, len(id_L)]
-    seen = target.capture(id_L, position_L, cu)
+    seen = target.capture(id_L, position_L, cu, kv_layers=draft.config.cross_layers)
     assert seen.k_TKD is not None and seen.v_TKD is not None
     guess_KL = torch.full((steps, len(id_L)), -1, device=id_L.device)
     for depth in range(steps):
@@ -82,7 +82,7 @@ def _eagle3_guesses(
 ) -> torch.Tensor:
     assert view is None, "an EAGLE-3 draft reads its own cache"
     position_L, cu = torch.arange(len(id_L), device=id_L.device), [0, len(id_L)]
-    seen = target.capture(id_L, position_L, cu, aux=draft.config.aux_layers, cache=False)
+    seen = target.capture(id_L, position_L, cu, aux=draft.config.aux_layers, kv_layers=())
     assert seen.aux_TA is not None
     guess_KL = torch.full((steps, len(id_L)), -1, device=id_L.device)
     # The chain with root p begins at the row of token p - 1, and its step k guesses token p + 1 + k.

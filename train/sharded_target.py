@@ -13,7 +13,7 @@ from longdraft.draft_models.target import TargetSpec
 from longdraft.train.config import TargetSettings
 from longdraft.train.engines.group import Group
 from longdraft.train.engines.zero_engine import start_library
-from longdraft.train.target import PACKED, Capture, FrozenTarget, load_config, load_model, resolve_dtype
+from longdraft.train.target import LAST, PACKED, Capture, FrozenTarget, Wanted, load_config, load_model, resolve_dtype
 from longdraft.train.tiny_random import PREFIX
 
 
@@ -58,14 +58,14 @@ class ShardedTarget(FrozenTarget):
         cu: Sequence[int],
         hidden: bool = False,
         aux: Sequence[int] = (),
-        cache: bool = True,
+        kv_layers: Sequence[int] = LAST,
     ) -> Capture:
         """As :meth:`FrozenTarget.capture`; collective."""
-        seen = super().capture(id_T, position_T, cu, hidden, aux, cache)
+        seen = super().capture(id_T, position_T, cu, hidden, aux, kv_layers)
         own = self.passes(cu)
         for _ in range(max(self.group.gather(own)) - own):
             nothing_BL = id_T.new_zeros(1, 1)
-            self._run(nothing_BL, nothing_BL, ())
+            self._run(nothing_BL, nothing_BL, Wanted())
         return seen
 
 

@@ -26,6 +26,7 @@ from longdraft.train.tiny_random import PREFIX, byte_tokenizer, tiny_config, tin
 
 SAMPLES, SAMPLE_BYTES = 16, 1 << 16  # of a weight file: reading all of a large target's would take minutes
 PACKED = "auto"  # of target.attn: ours for packed documents, and SDPA wherever else the model runs
+LAST = (-1,)  # the last layer alone, which LongSpec's drafts read
 PADDING_WASTE = 1.25  # documents share a padded batch while it stays within this factor of its real tokens
 Parts = Iterator[tuple[int, int, dict[str, torch.Tensor]]]  # begin and end among the packed tokens, and their features
 
@@ -59,30 +60,42 @@ class _PassLayer(CacheLayerMixin):
         return -1
 
 
-class LastLayerCache(Cache):
-    """A cache that holds one layer's keys (rotated, as serving caches them) and values instead of all layers'.
+def _side_by_side(layers: list[torch.Tensor | None]) -> torch.Tensor:
+    found = [x for x in layers if x is not None]
+    assert len(found) == len(layers), "the target did not write its cache"
+    return (found[0] if len(found) == 1 else torch.cat(found, 1)).transpose(1, 2)
+
+
+class KeptLayers(Cache):
+    """A cache that holds some layers' keys (rotated, as serving caches them) and values instead of all layers'.
 
     Passing any cache also keeps transformers from reading a jump of the positions as the start of a new document, which
     would silently cut the anchors off under Anchor-Offset Indices.
     """
 
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[_PassLayer(keep=i == num_layers - 1) for i in range(num_layers)])
+    def __init__(self, num_layers: int, kept: Sequence[int]) -> None:
+        super().__init__(layers=[_PassLayer(keep=i in kept) for i in range(num_layers)])
+        self.kept = kept
 
-    def last(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[B, K, L, D]`` of the pass."""
-        layer = self.layers[-1]
-        assert isinstance(layer, _PassLayer) and layer.keys is not None and layer.values is not None, (
-            "the target did not write its last layer's cache"
-        )
-        return layer.keys, layer.values
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values ``[B, L, K, D]`` of the pass, the layers' key heads side by side."""
+        found = [self.layers[i] for i in self.kept]
+        return _side_by_side([layer.keys for layer in found]), _side_by_side([layer.values for layer in found])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Layers of a pass whose outputs and whose keys and values are kept."""
+
+    aux: tuple[int, ...] = ()
+    kv_layers: tuple[int, ...] = LAST
 
 
 @dataclass(frozen=True)
 class Capture:
     """What the draft reads, one row a token in the target's dtype, by name.
 
-    ``k`` and ``v`` are the last layer's cache, keys rotated; ``hidden`` feeds the head; ``aux`` is the outputs of three layers
+    ``k`` and ``v`` are the cache of one layer, or of several side by side, keys rotated; ``hidden`` feeds the head; ``aux`` is the outputs of three layers
     side by side, low layer first. What was not asked for is not there.
     """
 
@@ -145,7 +158,7 @@ class FrozenTarget:
         cu: Sequence[int],
         hidden: bool = False,
         aux: Sequence[int] = (),
-        cache: bool = True,
+        kv_layers: Sequence[int] = LAST,
     ) -> Capture:
         """Run packed documents, each on its own, at the given positions.
 
@@ -154,10 +167,11 @@ class FrozenTarget:
             cu: document offsets from 0 to T; documents never see each other.
             hidden: also return the rows that feed the head.
             aux: layers whose outputs to return too, ascending, as :mod:`longdraft.draft_models.eagle3_config` counts them.
-            cache: return the last layer's keys and values.
+            kv_layers: layers whose keys and values to return, a negative number counting from the last; none of them if empty.
         """
-        names = [*(("k", "v") if cache else ()), *(("hidden",) if hidden else ()), *(("aux",) if aux else ())]
-        parts = self._packed(id_T, position_T, cu, aux) if self.packed else self._padded(id_T, position_T, cu, aux)
+        names = [*(("k", "v") if kv_layers else ()), *(("hidden",) if hidden else ()), *(("aux",) if aux else ())]
+        run = self._packed if self.packed else self._padded
+        parts = run(id_T, position_T, cu, Wanted(tuple(aux), tuple(kv_layers)))
         out: dict[str, torch.Tensor] = {}
         for begin, end, seen in parts:
             if end - begin == len(id_T):
@@ -166,26 +180,26 @@ class FrozenTarget:
                 if name not in out:
                     out[name] = seen[name].new_empty(len(id_T), *seen[name].shape[1:])
                 out[name][begin:end] = seen[name]
-        return Capture(out or self._nothing(id_T, names, len(aux)))
+        return Capture(out or self._nothing(id_T, names, len(aux), len(kv_layers)))
 
-    def _packed(self, id_T: torch.Tensor, position_T: torch.Tensor, cu: Sequence[int], aux: Sequence[int]) -> Parts:
+    def _packed(self, id_T: torch.Tensor, position_T: torch.Tensor, cu: Sequence[int], wanted: Wanted) -> Parts:
         """Documents side by side, as many at once as ``max_batch_tokens`` holds."""
         for span in spans(cu, self.max_batch_tokens):
             a, b = span[0], span[-1]
             with packed_attention(self.model):
                 seen = self._run(
-                    id_T[None, a:b], position_T[None, a:b], aux, document_offsets=[end - a for end in span]
+                    id_T[None, a:b], position_T[None, a:b], wanted, document_offsets=[end - a for end in span]
                 )
             yield a, b, {name: rows[0] for name, rows in seen.items()}
 
-    def _padded(self, id_T: torch.Tensor, position_T: torch.Tensor, cu: Sequence[int], aux: Sequence[int]) -> Parts:
+    def _padded(self, id_T: torch.Tensor, position_T: torch.Tensor, cu: Sequence[int], wanted: Wanted) -> Parts:
         """Padding lies to the right, where causal attention never looks: no mask."""
         for batch in padded_batches(cu, self.max_batch_tokens):
             longest = max(b - a for a, b in batch)
             id_BL, position_BL = (id_T.new_zeros(len(batch), longest) for _ in range(2))
             for row, (a, b) in enumerate(batch):
                 id_BL[row, : b - a], position_BL[row, : b - a] = id_T[a:b], position_T[a:b]
-            seen = self._run(id_BL, position_BL, aux)
+            seen = self._run(id_BL, position_BL, wanted)
             for row, (a, b) in enumerate(batch):
                 yield a, b, {name: rows[row, : b - a] for name, rows in seen.items()}
 
@@ -194,22 +208,24 @@ class FrozenTarget:
         return len((spans if self.packed else padded_batches)(cu, self.max_batch_tokens))
 
     def _run(
-        self, id_BL: torch.Tensor, position_BL: torch.Tensor, aux: Sequence[int], **given: Any
+        self, id_BL: torch.Tensor, position_BL: torch.Tensor, wanted: Wanted, **given: Any
     ) -> dict[str, torch.Tensor]:
         """All features ``[B, L, ...]`` of one pass."""
-        cache = LastLayerCache(self.spec.num_layers)
-        with aux_features(self.model, aux) as features:
+        layers = self.spec.num_layers
+        cache = KeptLayers(layers, [layer % layers for layer in wanted.kv_layers])
+        with aux_features(self.model, wanted.aux) as features:
             out = self.model.base_model(
                 input_ids=id_BL, position_ids=position_BL, past_key_values=cache, use_cache=True, **given
             )
-        keys, values = cache.last()
-        seen = {"k": keys.transpose(1, 2), "v": values.transpose(1, 2), "hidden": out.last_hidden_state}
-        return seen | ({"aux": features.take()} if aux else {})
+        seen = {"hidden": out.last_hidden_state}
+        if wanted.kv_layers:
+            seen["k"], seen["v"] = cache.rows()
+        return seen | ({"aux": features.take()} if wanted.aux else {})
 
-    def _nothing(self, id_T: torch.Tensor, names: Sequence[str], aux: int) -> dict[str, torch.Tensor]:
+    def _nothing(self, id_T: torch.Tensor, names: Sequence[str], aux: int, kv_layers: int) -> dict[str, torch.Tensor]:
         """Features of no tokens."""
         spec = self.spec
-        kv = (spec.num_kv_heads, spec.head_dim)
+        kv = (kv_layers * spec.num_kv_heads, spec.head_dim)
         shapes = {"k": kv, "v": kv, "hidden": (spec.hidden_size,), "aux": (aux * spec.hidden_size,)}
         return {name: torch.empty(0, *shapes[name], dtype=self.model.dtype, device=id_T.device) for name in names}
 

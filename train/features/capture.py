@@ -25,7 +25,7 @@ from longdraft.train.loop import position_limit
 from longdraft.train.provenance import origin
 from longdraft.train.recipe_files import find_config, resolve_data_paths
 from longdraft.train.samples import SampleStream
-from longdraft.train.target import FrozenTarget, load_config, load_target, load_tokenizer, resolve_dtype
+from longdraft.train.target import LAST, FrozenTarget, load_config, load_target, load_tokenizer, resolve_dtype
 
 Say = Callable[[str], None]
 
@@ -126,6 +126,7 @@ def _shard(
     out |= {name: torch.empty(rows, *shape, dtype=dtype) for name, shape in index.tensors.items()}
     names = settings.stored_features
     layers = aux_layers(settings, target.spec) if "aux" in names else []
+    kv_layers = (settings.draft.cross_layers or LAST) if "kv" in names else ()
     for group in _groups(places, target.max_batch_tokens):
         drawn = [stream.drawn(p.variant, p.document) for p in group]
         found = [d for d in drawn if d is not None]
@@ -139,7 +140,7 @@ def _shard(
         for place in group:
             cu.append(cu[-1] + place.length)
         device = target.device
-        seen = target.capture(id_T.to(device), position_T.to(device), cu, "hidden" in names, layers, "kv" in names)
+        seen = target.capture(id_T.to(device), position_T.to(device), cu, "hidden" in names, layers, kv_layers)
         for name in index.tensors:
             out[name][span] = seen.tensors[name].to("cpu")
     return out

@@ -119,11 +119,11 @@ class Index:
             raise UserError(f"{path} is damaged ({' '.join(str(error).split())[:200]}): capture again") from None
 
 
-def feature_shapes(spec: TargetSpec, names: list[str]) -> dict[str, list[int]]:
+def feature_shapes(spec: TargetSpec, names: list[str], kv_layers: int = 1) -> dict[str, list[int]]:
     """Shapes a token of what ``kv``, ``hidden`` and ``aux`` stand for: ``k`` and ``v`` (keys rotated), ``hidden``, ``aux``."""
     shapes: dict[str, list[int]] = {}
     if "kv" in names:
-        shapes |= {name: [spec.num_kv_heads, spec.head_dim] for name in ("k", "v")}
+        shapes |= {name: [kv_layers * spec.num_kv_heads, spec.head_dim] for name in ("k", "v")}
     if "hidden" in names:
         shapes["hidden"] = [spec.hidden_size]
     if "aux" in names:

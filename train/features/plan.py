@@ -46,7 +46,7 @@ def make_index(
     }
     index = Index(
         identity=identity(settings, spec, corpus),
-        tensors=feature_shapes(spec, names),
+        tensors=feature_shapes(spec, names, len(settings.draft.cross_layers) or 1),
         dtype=dtype,
         documents=len(corpus),
         variants=own.variants,
@@ -96,6 +96,7 @@ def identity(settings: TrainSettings, spec: TargetSpec, corpus: Corpus) -> dict[
         "objective.rows": settings.objective.rows,
         "run.seed": settings.run.seed,
         "features.variants": settings.features.variants,
+        "features.kv_layers": settings.draft.cross_layers or None if "kv" in settings.stored_features else None,
         "features.aux_layers": aux_layers(settings, spec) if "aux" in settings.stored_features else None,
     }
 

@@ -51,6 +51,12 @@ class FeatureCorpus:
                 f"{name} holds {', '.join(index.tensors)}; this recipe reads {', '.join(sorted(missing))} too: capture with "
                 f"features.store={names}"
             )
+        kept, read = index.identity.get("features.kv_layers"), settings.draft.cross_layers or None
+        if "kv" in names and kept != read:
+            raise UserError(
+                f"{name} holds keys and values of {_layers(kept)}, draft.cross_layers reads {_layers(read)}: capture with the "
+                "draft's setting"
+            )
         if "aux" in names and index.identity["features.aux_layers"] != aux_layers(settings, spec):
             raise UserError(
                 f"{name} holds the outputs of layers {index.identity['features.aux_layers']}, the draft reads "
@@ -158,3 +164,7 @@ def join(captures: Sequence[Capture | None]) -> Capture | None:
         return None
     assert len(found) == len(captures), "all documents of a sample come from one source"
     return Capture({name: torch.cat([c.tensors[name] for c in found]) for name in found[0].tensors})
+
+
+def _layers(kv_layers: list[int] | None) -> str:
+    return "the last layer" if kv_layers is None else f"layers {kv_layers}"

@@ -46,7 +46,7 @@ class Eagle3Method(Method):
         """Features of a micro-batch: stored ones, or the target's forward pass."""
         layers = self.draft.config.aux_layers
         return batch.capture or self.target.capture(
-            batch.id_T, batch.position_T, batch.cu, hidden=True, aux=layers, cache=False
+            batch.id_T, batch.position_T, batch.cu, hidden=True, aux=layers, kv_layers=()
         )
 
     def forward(self, batch: Packed, step: int) -> StepLoss:

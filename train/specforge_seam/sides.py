@@ -28,7 +28,7 @@ from longdraft.train.first_weights import build_draft, fit, rank_head
 from longdraft.train.samples import Drawn
 from longdraft.train.specforge_seam.draft_json import specforge_json
 from longdraft.train.specforge_seam.feature_files import write_vocabulary_file
-from longdraft.train.target import FrozenTarget, load_config, resolve_dtype
+from longdraft.train.target import LAST, FrozenTarget, load_config, resolve_dtype
 
 VOCABULARY, INDEX = "vocabulary.pt", "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
@@ -112,7 +112,8 @@ class LongSpecSide(Side):
 
     def tensors(self, target: FrozenTarget, drawn: Drawn, initial: Path) -> dict[str, torch.Tensor]:
         ids, position_L = torch.tensor(drawn.document.ids, device=target.device), drawn.position_L.to(target.device)
-        seen = target.capture(ids, position_L, [0, len(ids)])
+        layers = json.loads((initial / CONFIG).read_text())["longdraft"]["settings"]["cross_layers"]
+        seen = target.capture(ids, position_L, [0, len(ids)], kv_layers=layers or LAST)
         return {"position": position_L, "k": seen.k_TKD, "v": seen.v_TKD}
 
     def sections(self, settings: TrainSettings, initial: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -158,7 +159,7 @@ class Eagle3Side(Side):
     def tensors(self, target: FrozenTarget, drawn: Drawn, initial: Path) -> dict[str, torch.Tensor]:
         layers = json.loads((initial / CONFIG).read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
         ids, position_L = torch.tensor(drawn.document.ids, device=target.device), drawn.position_L.to(target.device)
-        seen = target.capture(ids, position_L, [0, len(ids)], hidden=True, aux=layers, cache=False)
+        seen = target.capture(ids, position_L, [0, len(ids)], hidden=True, aux=layers, kv_layers=())
         # Its head is always bfloat16, and multiplies only what is; its draft projects what has its own dtype.
         dtype = resolve_dtype(self.dtype, target.device)
         hidden_LE = seen.tensors["hidden"].to(torch.bfloat16)

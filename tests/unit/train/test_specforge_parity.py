@@ -57,7 +57,7 @@ def packed_documents() -> Packed:
 
 def case_of(draft: Eagle3Draft, packed: Packed) -> SpecForgeCase:
     seen = TARGET.capture(
-        packed.id_T, packed.position_T, packed.cu, hidden=True, aux=draft.config.aux_layers, cache=False
+        packed.id_T, packed.position_T, packed.cu, hidden=True, aux=draft.config.aux_layers, kv_layers=()
     )
     hidden_TE = seen.hidden_TE
     assert hidden_TE is not None
