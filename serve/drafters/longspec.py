@@ -1,4 +1,4 @@
-"""The LongSpec draft in the server: a ring of self-attention state, the target's last layer read in place.
+"""The LongSpec draft in the server: a ring of self-attention state, the target's cache read in place.
 
 Legend: B requests, W page-list width, H query heads, K key/value heads, D head size.
 """
@@ -12,9 +12,9 @@ from longdraft.draft_models.chain import propose_chain
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.plan import AttentionPlan
-from longdraft.kernels.prefix_attention import prefix_attention
 from longdraft.kernels.tree import Tree
 from longdraft.serve.drafters.base import Drafter, DraftRequest, Pick
+from longdraft.serve.drafters.cross_attention import Cache, read_layers
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
 from longdraft.serve.drafters.trees import grow, longspec_step, roots_of
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
@@ -37,7 +37,7 @@ class LongSpecDrafter(Drafter):
         self.state = WindowState(draft, max_requests + 1, steps)  # the last ring is for a batch's padding
         self.inputs = LoopInputs(max_requests, context, steps, self.state.k.device, idle_row=max_requests)
         self.plan: AttentionPlan | None = None
-        self.layer: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.layers: list[Cache] = []  # those that the draft reads
         self.rows: dict[str, int] = {}
         self.held: dict[str, int] = {}  # tokens that a request's ring holds
         self.use_graphs([])
@@ -47,20 +47,19 @@ class LongSpecDrafter(Drafter):
         if isinstance(self.runner, CudaGraphRunner):
             self.runner.capture(GREEDY)
 
-    def bind_cache(self, k_SKD: torch.Tensor, v_SKD: torch.Tensor) -> None:
-        """The target's last-layer cache, read in place."""
-        self.layer = (k_SKD, v_SKD)
+    def bind_cache(self, *layers: Cache) -> None:
+        """Keys and values of the layers that the draft reads, in place."""
+        self.layers = list(layers)
 
     def bind_pool(self, pool: Any) -> None:
-        last = self.draft.config.target.num_layers - 1
-        self.bind_cache(pool.get_key_buffer(last), pool.get_value_buffer(last))
+        self.bind_cache(*((pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in self.draft.config.cross_layers))
 
     def bind_target(self, embedding_VE: torch.Tensor, head_VE: torch.Tensor) -> None:
         self.draft.bind(embedding_VE, head_VE)
         self.runner.forget()
 
     def propose(self, requests: list[DraftRequest], pick: Pick) -> list[list[int]]:
-        assert self.layer is not None, "bind_cache() first"
+        assert self.layers, "bind_cache() first"
         rows = self._rows_of(requests)
         pages = [self._view(r.pages) for r in requests]
         size = self.runner.padded(len(requests))
@@ -77,26 +76,24 @@ class LongSpecDrafter(Drafter):
         return [ids[: r.limit] for r, ids in zip(requests, drafted, strict=True)]
 
     def propose_tree(self, requests: list[DraftRequest], params: RowParams, shape: TreeShape) -> Tree:
-        assert self.layer is not None, "bind_cache() first"
+        assert self.layers, "bind_cache() first"
         drafting = [r for r in requests if r.limit]
         row_of = dict(zip((r.rid for r in drafting), self._rows_of(drafting), strict=True))
         rows = [row_of.get(r.rid, self.max_requests) for r in requests]
         roots = roots_of(requests, self.state.k.device)
         pages = [self._view(r.pages) for r in requests]
-        step = longspec_step(self.state, rows, roots[1], pages, self.layer, shape.runs, self.attention)
+        step = longspec_step(self.state, rows, roots[1], pages, self.layers, shape.runs, self.attention)
         return grow(step, requests, roots, self.draft.target_ids, params, shape)
 
     def _loop(self, size: int, variant: Any) -> None:
         """All steps of ``size`` chains, from and to :attr:`inputs`."""
-        assert self.layer is not None
-        keys, values = self.layer
-        given, scale = self.inputs, self.draft.config.target.head_dim**-0.5
+        given = self.inputs
         plan = self.plan or AttentionPlan.on_device(
             given.pages_BW[:size], given.lens_B[:size], given.cu_B1[: size + 1], list(range(size + 1))
         )
 
         def cross_attend(q_BHD: torch.Tensor) -> torch.Tensor:
-            return prefix_attention(q_BHD.to(keys.dtype), keys, values, plan, scale, self.attention)[0].to(q_BHD.dtype)
+            return read_layers(q_BHD, self.layers, plan, self.attention)
 
         row_B, root_B, position_B = given.ids_3B[:, :size]
         given.drafted_BK[:size] = propose_chain(

@@ -6,6 +6,8 @@ committed (LongSpec) or observed (EAGLE-3).
 Legend: B requests, M nodes of one depth, W page-list width, H query heads, D head size, N draft vocabulary.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from longdraft.draft_models.draft_tree import DraftStep, TreeDraft
@@ -14,10 +16,9 @@ from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.prefix_attention import prefix_attention
 from longdraft.kernels.tree import Tree
 from longdraft.serve.drafters.base import DraftRequest
+from longdraft.serve.drafters.cross_attention import Cache, read_layers
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.tree_shape import TreeShape
-
-Cache = tuple[torch.Tensor, torch.Tensor]  # k_SKD, v_SKD
 
 
 def roots_of(requests: list[DraftRequest], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,31 +59,29 @@ def longspec_step(
     rows: list[int],
     position_B: torch.Tensor,
     pages: list[torch.Tensor],
-    cache: Cache,
+    layers: Sequence[Cache],
     runs: int,
     attention: str | None,
 ) -> LongSpecTreeStep:
-    """A LongSpec draft over rings and over what it reads of the target's last layer.
+    """A LongSpec draft over rings and over what it reads of the target's cache.
 
     Args:
         state: rings.
         rows: each request's ring.
         position_B: of the roots.
         pages: cache slots that each request's draft reads.
-        cache: the target's last layer.
+        layers: keys and values of the layers that it reads.
         runs: nodes that the draft runs on.
         attention: backend.
     """
-    keys, values = cache
-    pages_BW, lens_B = _lists(pages, keys.device)
-    scale = keys.shape[2] ** -0.5
+    pages_BW, lens_B = _lists(pages, position_B.device)
 
     def cross_attend(q_BMHD: torch.Tensor) -> torch.Tensor:
         batch, count = q_BMHD.shape[:2]
         plan = rows_plan(batch, count, q_BMHD.device, pages_BW, lens_B)
-        return prefix_attention(q_BMHD.flatten(0, 1), keys, values, plan, scale, attention)[0].view_as(q_BMHD)
+        return read_layers(q_BMHD.flatten(0, 1), layers, plan, attention).view_as(q_BMHD)
 
-    row_B = torch.tensor(rows, device=keys.device)
+    row_B = torch.tensor(rows, device=position_B.device)
     return LongSpecTreeStep(state, row_B, position_B, cross_attend, runs, attention)
 
 

@@ -30,7 +30,8 @@ def longspec() -> Any:
     draft = tiny_draft(target, window=16).cuda()
     draft.bind(target.embedding_VE.cuda(), target.head_VE.cuda())
     drafter = LongSpecDrafter(draft, ROWS, STEPS, 64, 4, "triton")
-    drafter.bind_cache(*(torch.randn(ROWS * LENGTH, 2, 16, device="cuda") for _ in range(2)))
+    k, v = (torch.randn(ROWS * LENGTH, 2, 16, device="cuda") for _ in range(2))
+    drafter.bind_cache((k, v))
     return drafter
 
 

@@ -33,7 +33,7 @@ def make(rows: int = 3, context: int = 64, sinks: int = 4) -> LongSpecDrafter:
     k, v = (torch.full((SLOTS * 2, 2, 16), float("nan")) for _ in range(2))
     for rid, seen in SEEN.items():
         k[PAGES[rid].long()], v[PAGES[rid].long()] = seen.k_TKD, seen.v_TKD
-    drafter.bind_cache(k, v)
+    drafter.bind_cache((k, v))
     return drafter
 
 

@@ -1,0 +1,32 @@
+"""Cross-attention of a LongSpec draft over the target's cache pools, read in place.
+
+Legend: R query rows, H query heads of all layers, S cache slots, K key/value heads, D head size.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from longdraft.kernels.plan import AttentionPlan
+from longdraft.kernels.prefix_attention import prefix_attention
+
+Cache = tuple[torch.Tensor, torch.Tensor]  # k_SKD, v_SKD
+
+
+def read_layers(
+    q_RHD: torch.Tensor, layers: Sequence[Cache], plan: AttentionPlan, attention: str | None
+) -> torch.Tensor:
+    """Output ``[R, H, D]`` in the queries' dtype.
+
+    Args:
+        q_RHD: rotated queries, those of the first layer first.
+        layers: keys and values of each layer that the draft reads.
+        plan: slots that each row sees, the same in every layer.
+        attention: backend.
+    """
+    scale, heads = q_RHD.shape[-1] ** -0.5, q_RHD.shape[1] // len(layers)
+    outs = [
+        prefix_attention(q.to(keys.dtype).contiguous(), keys, values, plan, scale, attention)[0].to(q_RHD.dtype)
+        for q, (keys, values) in zip(q_RHD.split(heads, 1), layers, strict=True)
+    ]
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
