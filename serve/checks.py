@@ -37,9 +37,10 @@ REQUIRED_ONE = {
     "tp_size": "tensor parallel serving is not supported yet",
     "pp_size": "pipeline parallelism is not supported with speculation",
     "attn_cp_size": "context parallelism is not supported with speculation",
-    "page_size": "page lists hold single slots",
     "speculative_eagle_topk": "branches are set by the option tree",
 }
+
+PAGE_SIZES = (1, 16)
 
 
 def exit_on_user_error(check: Callable[[], object]) -> None:
@@ -67,6 +68,10 @@ def check_server_args(server_args: Any) -> None:
     if server_args.disaggregation_mode not in (None, "null"):
         raise UserError(
             f"--disaggregation-mode {server_args.disaggregation_mode} does not work with LONGDRAFT (draft state is not transferred): leave it out"
+        )
+    if (pages := getattr(server_args, "page_size", None)) not in (None, *PAGE_SIZES):
+        raise UserError(
+            f"--page-size {pages} does not work with LONGDRAFT (it is tested with pages of these sizes only): use {' or '.join(map(str, PAGE_SIZES))}"
         )
     if server_args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"):
         raise UserError(

@@ -8,7 +8,9 @@ import pkgutil
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.utils import get_num_new_pages
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.draft_models.checkpoint import read_config
@@ -43,6 +45,33 @@ def early_arguments(self: Any, *args: Any, **kwargs: Any) -> None:
 def no_copy_kernels(self: Any) -> None:
     """The pool warms up a Triton copy kernel, which a CPU has no driver for; nothing here moves cache slots."""
     self._kv_copy_config = None
+
+
+def pages_on_cpu(
+    original: Any,
+    self: Any,
+    prefix_lens: torch.Tensor,
+    prefix_lens_cpu: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_lens_cpu: torch.Tensor,
+    last_loc: torch.Tensor,
+    extend_num_tokens: int,
+    num_new_pages: int | None = None,
+) -> torch.Tensor | None:
+    """The allocator of pages asks a Triton kernel; its plain twin lies beside it, but does not look whether there is room."""
+    if torch.device(self.device).type != "cpu":
+        rest = (seq_lens, seq_lens_cpu, last_loc, extend_num_tokens, num_new_pages)
+        given: torch.Tensor | None = original(self, prefix_lens, prefix_lens_cpu, *rest)
+        return given
+    needed = get_num_new_pages(seq_lens=seq_lens_cpu, page_size=self.page_size, prefix_lens=prefix_lens_cpu)
+    if self.need_sort and needed > len(self.free_pages):
+        self.merge_and_sort_free()
+    if needed > len(self.free_pages):
+        return None
+    slots = torch.empty(extend_num_tokens, dtype=torch.int64)
+    alloc_extend_naive(prefix_lens, seq_lens, last_loc, self.free_pages, slots, self.page_size, self.device)
+    self.free_pages = self.free_pages[needed:]
+    return slots
 
 
 def extend_attention(
@@ -140,6 +169,11 @@ HOOKS: list[tuple[str, Any, HookType]] = [
 ]
 CPU_HOOKS: list[tuple[str, Any, HookType]] = [
     ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", no_copy_kernels, HookType.REPLACE),
+    (
+        "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend",
+        pages_on_cpu,
+        HookType.AROUND,
+    ),
     (
         "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
         extend_attention,

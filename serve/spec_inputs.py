@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.mem_cache.common import alloc_token_slots, get_alloc_reserve_per_decode
+from sglang.srt.mem_cache.common import (
+    alloc_paged_token_slots_extend,
+    alloc_token_slots,
+    get_alloc_reserve_per_decode,
+)
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
@@ -48,10 +52,27 @@ class DraftInput(SpecInput):
         needed = sum(end - start for start, end in spans)
         if not needed:
             return
-        slots, used = alloc_token_slots(batch.tree_cache, needed), 0
+        slots, used = _allocated(batch, spans, needed), 0
         for req, (start, end) in zip(batch.reqs, spans, strict=True):
             table[req.req_pool_idx, start:end] = slots[used : used + end - start].to(table.dtype)
             used += end - start
+
+
+def _allocated(batch: ScheduleBatch, spans: list[tuple[int, int]], needed: int) -> torch.Tensor:
+    """Slots for the positions ``start .. end`` of every request, one request behind the other.
+
+    Where the pool has pages, a request goes on in its last page, which is its own, and takes whole pages behind it; SGLang
+    gives back whole pages too, of what is reserved and not used and of a tail that does not fill one.
+    """
+    if batch.tree_cache.page_size == 1:
+        single: torch.Tensor = alloc_token_slots(batch.tree_cache, needed)
+        return single
+    start_B, end_B = torch.tensor(spans, dtype=torch.int64).t().contiguous()
+    device = batch.req_pool_indices.device
+    start, end = start_B.to(device, non_blocking=True), end_B.to(device, non_blocking=True)
+    last_B = batch.req_to_token_pool.req_to_token[batch.req_pool_indices, start - 1].to(torch.int64)
+    paged: torch.Tensor = alloc_paged_token_slots_extend(batch.tree_cache, start, start_B, end, end_B, last_B, needed)
+    return paged
 
 
 class VerifyInput(SpecInput):

@@ -199,6 +199,6 @@ def test_drafts_that_do_not_fit_end_the_start_in_one_line(tiny_target: Path, tin
 
 
 def test_flags_that_cannot_be_served_end_the_start_in_one_line(tiny_target: Path) -> None:
-    pages, sessions = refusals(tiny_target, [["--page-size", "16"], ["--enable-streaming-session"]])
-    assert "--page-size 16" in pages
+    pages, sessions = refusals(tiny_target, [["--page-size", "32"], ["--enable-streaming-session"]])
+    assert "--page-size 32" in pages and "use 1 or 16" in pages
     assert "--enable-streaming-session" in sessions

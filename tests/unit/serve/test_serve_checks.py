@@ -55,6 +55,7 @@ def refused(args: SimpleNamespace) -> str:
 
 def test_plain_arguments_pass() -> None:
     check_server_args(arguments())
+    check_server_args(arguments(page_size=16))
     check_server_args(arguments(speculative_num_steps=5, speculative_num_draft_tokens=6, kv_cache_dtype="bfloat16"))
 
 
@@ -83,6 +84,7 @@ def test_every_checked_flag_is_one_of_this_sglang() -> None:
     ("changes", "pattern"),
     [
         ({"disaggregation_mode": "prefill"}, r"--disaggregation-mode prefill .* leave it out"),
+        ({"page_size": 32}, r"--page-size 32 .* use 1 or 16$"),
         ({"kv_cache_dtype": "fp8_e4m3"}, r"--kv-cache-dtype fp8_e4m3 .* use auto"),
         ({"speculative_num_steps": 0}, r"--speculative-num-steps 0 is out of range"),
         ({"speculative_num_steps": 101}, r"--speculative-num-steps 101 is out of range"),

@@ -317,7 +317,7 @@ def test_slots_are_reserved_per_step_and_never_past_the_row(monkeypatch: pytest.
         for row, held, used in ((0, 5, 5), (2, 12, 8), (1, 28, 27), (3, 30, 29))
     ]
     pool = _Pool(4, 30)
-    batch: Any = SimpleNamespace(reqs=reqs, req_to_token_pool=pool, tree_cache=None)
+    batch: Any = SimpleNamespace(reqs=reqs, req_to_token_pool=pool, tree_cache=SimpleNamespace(page_size=1))
     DraftInput().prepare_for_decode(batch)
     assert [r.kv_allocated_len for r in reqs] == [15, 18, 30, 30]
     assert [r.kv_committed_len for r in reqs] == [6, 9, 28, 30]
