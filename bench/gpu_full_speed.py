@@ -18,15 +18,21 @@ import torch
 
 from longdraft.bench.record import make_record, write_record
 from longdraft.bench.server import Server
+from longdraft.bench.step_times import read_lines, write_lines
 from longdraft.draft_models.checkpoint import save_draft
 from longdraft.draft_models.config import LongSpecConfig
+from longdraft.draft_models.eagle3 import Eagle3Draft
+from longdraft.draft_models.eagle3_config import Eagle3Config, Eagle3Settings
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.target import TargetSpec
+from longdraft.draft_models.token_counts import TokenCounts
 
 STEPS = 5
 ACCEPT = 4.0
 WINDOW = 4096
-CASES = {"b1_c32k": (1, 32_000), "b16_c32k": (16, 32_000)}
+CASES = {"b1_c32k": (1, 32_000), "b16_c32k": (16, 32_000), "b1_c125k": (1, 125_000)}
+HEAD = 32_000  # rows of every draft's head
+CONTEXT = 130_000
 NEW_TOKENS = 192
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -50,29 +56,38 @@ LLAMA_8B: dict[str, Any] = {
 }
 
 
-def write_models(folder: Path) -> tuple[Path, Path, Path]:
-    """Folders of the target, an EAGLE-3 draft (both for ``--load-format dummy``) and a LongSpec draft with random weights."""
+def write_models(folder: Path) -> dict[str, Path]:
+    """Folders of the target and SGLang's EAGLE-3 draft (both for ``--load-format dummy``), of our drafts with random weights, and the
+    file of token counts that says which rows of the head a LongSpec draft reads.
+    """
     from transformers import LlamaConfig
 
     from longdraft.train.tiny_random import byte_tokenizer
 
     target, eagle = folder / "target", folder / "eagle3"
-    changes = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000}
+    changes = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": HEAD}
     for path, config in ((target, LLAMA_8B), (eagle, LLAMA_8B | changes)):
         path.mkdir(parents=True, exist_ok=True)
         byte_tokenizer().save_pretrained(path)
         (path / "config.json").write_text(json.dumps(config, indent=1))
     spec = TargetSpec.from_config(LlamaConfig(**LLAMA_8B))
     with torch.device("cuda"):
-        draft = LongSpecDraft(LongSpecConfig(spec)).to(torch.bfloat16)
-    save_draft(draft, folder / "longspec", "llama-8b-shape")
-    return target, eagle, folder / "longspec"
+        longspec = LongSpecDraft(LongSpecConfig(spec)).to(torch.bfloat16)
+        own_eagle = Eagle3Draft(Eagle3Config(spec, Eagle3Settings(draft_vocab_size=HEAD))).to(torch.bfloat16)
+    own_eagle.choose_vocabulary(torch.arange(HEAD))
+    counts = TokenCounts(torch.ones(spec.vocab_size, dtype=torch.int64), torch.arange(spec.vocab_size))
+    counts.save(folder / "counts.safetensors", {})
+    found = {"target": target, "eagle3": eagle, "counts": folder / "counts.safetensors"}
+    for name, draft in (("longdraft", longspec), ("longdraft-eagle3", own_eagle)):
+        found[name] = folder / name
+        save_draft(draft, found[name], "llama-8b-shape")
+    return found
 
 
 def launch_command(
-    system: str, models: tuple[Path, Path, Path], context: int, times: Path | None = None
+    system: str, models: dict[str, Path], context: int, times: Path | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of one system; ``longdraft-eager`` is ours without CUDA graphs.
+    """Command line and environment of one system; ``-eager`` behind ours means without CUDA graphs.
 
     Args:
         system: its name.
@@ -80,24 +95,38 @@ def launch_command(
         context: longest request.
         times: where our server writes its steps' phase times.
     """
-    target, eagle, longspec = models
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target), "--load-format", "dummy"]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(models["target"])]
+    command += ["--load-format", "dummy"]
     command += ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--context-length", str(context)]
     command += ["--mem-fraction-static", "0.85", "--skip-server-warmup", "--chunked-prefill-size", "16384"]
     command += ["--max-running-requests", "16", "--cuda-graph-max-bs-decode", "16", "--attention-backend", "fa3"]
     steps = ["--speculative-num-steps", str(STEPS)]
     if system.startswith("eagle3"):
-        command += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(eagle), *steps]
+        command += [
+            "--speculative-algorithm",
+            "EAGLE3",
+            "--speculative-draft-model-path",
+            str(models["eagle3"]),
+            *steps,
+        ]
         command += ["--speculative-draft-load-format", "dummy", "--speculative-eagle-topk", "1"]
         command += ["--speculative-num-draft-tokens", str(STEPS + 1)]
         if system == "eagle3-window":
             command += ["--speculative-draft-window-size", str(WINDOW)]
         return command, {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT)), "SGLANG_PLUGINS": "none"}
     if system.startswith("longdraft"):
-        command += ["--speculative-algorithm", "LONGDRAFT", "--speculative-draft-model-path", str(longspec), *steps]
-        if system == "longdraft-eager":
+        draft = system.removesuffix("-eager")
+        command += [
+            "--speculative-algorithm",
+            "LONGDRAFT",
+            "--speculative-draft-model-path",
+            str(models[draft]),
+            *steps,
+        ]
+        if system.endswith("-eager"):
             command += ["--disable-cuda-graph"]
-        settings = json.dumps({} if times is None else {"step_times": str(times)})
+        own = {"draft_head_tokens": HEAD, "draft_head_counts": str(models["counts"])} if draft == "longdraft" else {}
+        settings = json.dumps(own | ({} if times is None else {"step_times": str(times)}))
         forced = {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT))}
         return command, forced | {"SGLANG_PLUGINS": "longdraft", "LONGDRAFT_SETTINGS": settings}
     return command, {"SGLANG_PLUGINS": "none"}
@@ -144,6 +173,7 @@ def record(path: Path, figures: dict[str, float], checks: dict[str, bool]) -> No
         "accept_length": ACCEPT,
         "new_tokens": NEW_TOKENS,
         "eagle3_window": WINDOW,
+        "draft_head_rows": HEAD,
     }
     write_record(make_record("full_mode_speed", settings, figures, checks), path)
 
@@ -165,13 +195,16 @@ def main() -> int:
         figures, checks = before["figures"], before["checks"]
     for system in args.systems.split(","):
         times = args.step_times and args.step_times / f"{system}.jsonl"
-        command, environment = launch_command(system, models, 36_000, times)
+        command, environment = launch_command(system, models, CONTEXT, times)
         log = args.logs / f"{system}.log"
         try:
             with Server(system, command, log, environment) as server:
                 for case, (batch, context) in CASES.items():
+                    seen = len(read_lines(times)) if times and times.exists() else 0
                     for key, value in measure(server, batch, context).items():
                         figures[f"{system.replace('-', '_')}_{key}_{case}"] = round(value, 3)
+                    if times and times.exists():
+                        write_lines(times.with_name(f"{system}_{case}.jsonl"), read_lines(times)[seen:])
                     print(
                         system,
                         case,

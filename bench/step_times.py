@@ -1,4 +1,4 @@
-"""python -m longdraft.bench.step_times --before FILE --after FILE --out breakdown.png
+"""python -m longdraft.bench.step_times eager=FILE graphs=FILE --out breakdown.png
 
 Where decode steps spend their time, from the lines that ``step_times`` has the server write: a table and a picture.
 """
@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from longdraft.bench.record import make_record, write_record
 
 PARTS = ("draft", "verify", "sampling", "keep", "host gaps")
 SKIPPED = 3  # first steps of a batch size, in which things are built
@@ -47,6 +49,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Steps as :func:`read_lines` reads them."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def table(columns: dict[str, dict[str, float]]) -> str:
     """Markdown: one row a part, one column a case."""
     rows = [["ms a step", *columns], ["---"] * (len(columns) + 1)]
@@ -78,16 +85,22 @@ def picture(columns: dict[str, dict[str, float]], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and draw the picture of one or more files."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--before", type=Path)
-    parser.add_argument("--after", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("files", nargs="+", metavar="NAME=FILE", help="what a server wrote to its step_times")
+    parser.add_argument("--out", type=Path, required=True, help="picture")
+    parser.add_argument("--record", type=Path, help="write the table as a record here")
     args = parser.parse_args(argv)
     columns: dict[str, dict[str, float]] = {}
-    for name, path in (("before", args.before), ("after", args.after)):
-        if path is not None:
-            columns |= {f"{name}, batch {b}": parts for b, parts in breakdown(read_lines(path)).items()}
-    print(table(columns))
+    for name, _, path in (word.partition("=") for word in args.files):
+        columns |= {f"{name}\nbatch {b}": parts for b, parts in breakdown(read_lines(Path(path))).items()}
+    print(table({name.replace("\n", ", "): parts for name, parts in columns.items()}))
     picture(columns, args.out)
+    if args.record is not None:
+        figures = {
+            f"{name} {part}".replace("\n", " ").replace(" ", "_"): round(ms, 3)
+            for name, parts in columns.items()
+            for part, ms in parts.items()
+        }
+        write_record(make_record("step_times", {"unit": "ms"}, figures, {}), args.record)
     return 0
 
 

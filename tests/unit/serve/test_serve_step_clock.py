@@ -57,9 +57,22 @@ def test_the_breakdown_takes_the_devices_times_and_leaves_the_rest_to_the_gaps()
 def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = tmp_path / "after"
     steps.write_text("\n".join(json.dumps(line(1, 1.0)) for _ in range(6)) + '\n{"batch"')
-    assert main(["--before", str(steps), "--after", str(steps), "--out", str(tmp_path / "a" / "b.png")]) == 0
+    assert (
+        main(
+            [
+                f"before={steps}",
+                f"after={steps}",
+                "--out",
+                str(tmp_path / "a" / "b.png"),
+                "--record",
+                str(tmp_path / "r.json"),
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "| ms a step | before, batch 1 | after, batch 1 |" in printed
     assert "| step | 10.00 | 10.00 |" in printed
     assert (tmp_path / "a" / "b.png").stat().st_size > 1000
+    assert json.loads((tmp_path / "r.json").read_text())["figures"]["after_batch_1_step"] == 10.0
     assert table({}).startswith("| ms a step |")
