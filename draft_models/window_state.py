@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.kernels.transfer import to_device
 
 EMPTY = -(1 << 40)
 
@@ -38,7 +39,7 @@ class WindowState:
         if ids:
             device = self.k.device
             position = torch.arange(end - len(ids), end, device=device)
-            self.store(torch.full_like(position, row), torch.tensor(ids, device=device), position)
+            self.store(torch.full_like(position, row), to_device(ids, torch.int64, device), position)
 
     def store(self, row_N: torch.Tensor, id_N: torch.Tensor, position_N: torch.Tensor) -> None:
         """Project and keep tokens at their positions; a later token at the same position replaces the former."""

@@ -45,6 +45,19 @@ class DecodeStep:
         self.graphs: TargetGraphs | None = None  # of the target's verification, where SGLang made some
         self.vocab: int = target_worker.model_runner.model_config.vocab_size
 
+    def prefilled(self, batch: ScheduleBatch) -> None:
+        """The target has computed a prefill, or a chunk of one."""
+
+    def remember(self, batch: ScheduleBatch, newest_B: torch.Tensor) -> None:
+        """The newest token of each request from now on, on the device."""
+
+    def needs_host(self, batch: ScheduleBatch) -> bool:
+        """Whether a round of the batch has to see on the host everything that its requests have gained so far."""
+        return True
+
+    def processed(self, gained: list[int]) -> None:
+        """The scheduler comes to the tokens of the earliest round that it has not processed: so many drafts of each request."""
+
     def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Every request of the batch gains at least one token."""
         with self.clock.step(len(batch.reqs)):
@@ -84,7 +97,7 @@ class DecodeStep:
             mode = self.mode_of(req)
             tokens = Tokens(req)
             limit = min(self.stride - 1, room(req) - 1, req.kv_allocated_len - tokens.cached - 1)
-            if mode == "full" and limit > 0:
+            if mode == "full" and limit > 0 and not req.finished():
                 pages = batch.req_to_token_pool.req_to_token[req.req_pool_idx, : tokens.cached]
                 wanting[index] = DraftRequest(req.rid, tokens, pages, limit)
         if not wanting:
@@ -116,7 +129,7 @@ class DecodeStep:
             try:
                 parts.append(target_choice(logits_BV[i : i + 1], [req], [[]], position_B[i : i + 1]))
             except Exception:
-                _give_up(req)
+                give_up(req)
                 parts.append((torch.zeros_like(position_B[:1]), torch.zeros_like(logits_BV[:1], dtype=torch.float32)))
         return torch.cat([choice for choice, _ in parts]), torch.cat([logits for _, logits in parts])
 
@@ -126,7 +139,7 @@ class DecodeStep:
             return verify(self.target_worker, batch, [index], [[]], self.observer, self._graph_width(1, 1))
         except Exception:
             req = batch.reqs[index]
-            _give_up(req)
+            give_up(req)
             device = batch.seq_lens.device
             last = torch.tensor([Tokens(req).newest], device=device)
             return Verified(last, torch.zeros(1, self.vocab, device=device), [0, 1])
@@ -139,13 +152,15 @@ class DecodeStep:
         for req, drafted, choice, count in zip(batch.reqs, drafts, choices, kept, strict=True):
             run = [*drafted[:count], choice[count]]
             run = emitted(req, run)
+            runs.append(run)
+            if req.finished():  # since this batch was made: what it would return is dropped
+                continue
             counters = stats.attach(req, self.settings.mode)
             counters.accept.add(len(drafted), min(count, len(run) - 1))
             counters.rounds += 1
             if drafted:
                 tokens = Tokens(req)
                 self.drafter.committed(DraftRequest(req.rid, tokens, req.prefix_indices, 0), run)
-            runs.append(run)
         return runs
 
     def _kept(self, drafts: list[list[int]], choices: list[list[int]]) -> list[int]:
@@ -179,7 +194,7 @@ class DecodeStep:
         )
 
 
-def _give_up(req: Any) -> None:
+def give_up(req: Any) -> None:
     """End a request with an error; called where its exception is handled."""
     logger.exception("longdraft: request %s cannot be verified and is aborted", req.rid)
     message = "longdraft could not verify this request: see the server's log"

@@ -7,7 +7,6 @@ again.
 """
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 
@@ -16,14 +15,14 @@ def room(req: Any) -> int:
     return max(1, int(req.sampling_params.max_new_tokens) - len(req.output_ids))
 
 
-def stops_at(req: Any) -> Callable[[int], bool]:
-    """Whether a token ends the request, as SGLang decides it."""
+def stop_tokens(req: Any) -> set[int]:
+    """Tokens that end the request, as SGLang decides it."""
     if req.sampling_params.ignore_eos:
-        return lambda token: False
+        return set()
     stops = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
     if req.tokenizer is not None:
         stops |= {req.tokenizer.eos_token_id} | set(req.tokenizer.additional_stop_token_ids or ())
-    return stops.__contains__
+    return {int(token) for token in stops if token is not None}
 
 
 def before_late_stop(req: Any, run: list[int]) -> list[int]:
@@ -50,9 +49,9 @@ def before_late_stop(req: Any, run: list[int]) -> list[int]:
 def emitted(req: Any, run: list[int]) -> list[int]:
     """The part of a verified run to return now: at least one token, never past a stop or the length."""
     run = run[: room(req)]
-    ends = stops_at(req)
+    ends = stop_tokens(req)
     for index, token in enumerate(run):
-        if ends(token):
+        if token in ends:
             run = run[: index + 1]
             break
     return before_late_stop(req, run)

@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
 from longdraft.errors import UserError
+from longdraft.kernels.transfer import to_device
 from longdraft.serve.drafters.base import Computed, Drafter
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,9 @@ class Observer:
         if aux_TA is None:
             return
         device = batch.out_cache_loc.device
-        width_B, prefix_B = (torch.tensor(x, device=device) for x in (batch.extend_lens, batch.prefix_lens))
-        owner_T = torch.arange(len(width_B), device=device).repeat_interleave(width_B)
+        width_B, prefix_B = (to_device(x, torch.int64, device) for x in (batch.extend_lens, batch.prefix_lens))
+        total = len(batch.input_ids)
+        owner_T = torch.arange(len(width_B), device=device).repeat_interleave(width_B, output_size=total)
         start_B = width_B.cumsum(0) - width_B
         position_T = torch.arange(len(owner_T), device=device) - (start_B - prefix_B)[owner_T]
         row_T = batch.req_pool_indices[owner_T]

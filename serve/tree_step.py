@@ -14,7 +14,8 @@ from longdraft.kernels.tree import Tree
 from longdraft.kernels.tree_accept import tree_accept
 from longdraft.serve import stats
 from longdraft.serve.decode_step import DecodeStep
-from longdraft.serve.drafters.base import DraftRequest
+from longdraft.serve.device_step import DeviceStep
+from longdraft.serve.drafters.base import Drafter, DraftRequest
 from longdraft.serve.emission import emitted, room
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.simulate import simulated, simulated_acceptance
@@ -132,7 +133,8 @@ class TreeStep(DecodeStep):
 def make_step(shape: TreeShape | None, *args: Any) -> DecodeStep:
     """The step of a server that drafts in this shape."""
     if shape is None:
-        return DecodeStep(*args)
+        drafter: Drafter = args[1]
+        return DeviceStep(*args) if drafter.on_device else DecodeStep(*args)
     step = TreeStep(*args)
     step.shape = shape
     return step

@@ -112,7 +112,15 @@ class LongDraftWorker(BaseSpecWorker):
     def forward_batch_generation(self, batch: ScheduleBatch, on_publish: Any = None) -> GenerationBatchResult:
         if batch.return_logprob:
             self._mend_logprobs(batch)
-        return self._prefill(batch) if batch.forward_mode.is_extend() else self.step.run(batch)
+        if batch.forward_mode.is_extend():
+            return self._prefill(batch)
+        result = self.step.run(batch)
+        last_B1 = result.accept_lens[:, None] - 1
+        self.step.remember(batch, result.next_token_ids.view(len(batch.reqs), -1).gather(1, last_B1)[:, 0])
+        return result
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        self.step.processed(num_correct_drafts_per_req)
 
     def _mend_logprobs(self, batch: ScheduleBatch) -> None:
         """What SGLang fails on: more top tokens than there are, and a batch of which only some requests name tokens."""
@@ -133,6 +141,8 @@ class LongDraftWorker(BaseSpecWorker):
             position_B = batch.seq_lens.to(torch.int64) - 1
             choice_B, logits_BV = self.step.first_choice(output.next_token_logits, reqs, position_B)
             result.next_token_ids = choice_B
+            self.step.remember(batch, choice_B)
+            self.step.prefilled(batch)
             if batch.return_logprob:
                 logprob_BV = torch.log_softmax(logits_BV / batch.sampling_info.temperatures, -1)
                 self.runner.sampler._attach_logprobs_to_output(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from longdraft.kernels.tree import Tree
+from longdraft.serve.drafters.running import Running
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.tree_shape import TreeShape
@@ -56,6 +57,8 @@ class Drafter(ABC):
     observed_layers: tuple[int, ...] | None = None
     # Bytes that the drafter keeps beside every cache slot.
     bytes_per_slot: int = 0
+    # Whether it can draft for a batch that the device alone knows: :meth:`follow`, :meth:`follows`, :meth:`propose_running`.
+    on_device: bool = False
 
     @abstractmethod
     def propose(self, requests: list[DraftRequest], pick: Pick) -> list[list[int]]:
@@ -80,6 +83,22 @@ class Drafter(ABC):
         """Forget everything: the cache was flushed or weights changed."""
 
     # What follows is for those that need it; the others leave it.
+
+    def follow(self, rid: str, tokens: Tokens, end: int) -> None:  # noqa: B027
+        """The request's first ``end`` tokens are all that the target has computed; from here on it keeps up by itself."""
+
+    def follows(self, rid: str) -> bool:
+        """Whether the drafter knows the request as it is, however far the host is behind."""
+        return True
+
+    def propose_running(self, running: Running, pick: Pick) -> torch.Tensor:
+        """Draft as :meth:`propose` does, from and to the device: int64 ids ``[B, steps]``, every one of them drafted.
+
+        Args:
+            running: the batch; a request that is not followed gets some tokens.
+            pick: as in :meth:`propose`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} reads tokens on the host")
 
     def propose_tree(self, requests: list[DraftRequest], params: RowParams, shape: TreeShape) -> Tree:
         """A tree behind each request's newest token, never deeper than its ``limit``; the root alone where that is 0.

@@ -27,6 +27,7 @@ from longdraft.kernels.prefix_attention import prefix_attention
 from longdraft.kernels.tree import Tree
 from longdraft.serve.drafters.base import Computed, Drafter, DraftRequest, Pick
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
+from longdraft.serve.drafters.running import Running
 from longdraft.serve.drafters.trees import Eagle3Rows, grow, roots_of
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
 from longdraft.serve.sampling.rows import RowParams
@@ -39,6 +40,8 @@ class Eagle3Drafter(Drafter):
     A chain's rows live in ``steps`` scratch slots a request behind the pool's, so that a step is one attention call over one
     list. A draft without a window reads at most ``context`` rows, the first ``sinks`` and the most recent.
     """
+
+    on_device = True
 
     def __init__(
         self, draft: Eagle3Draft, max_requests: int, steps: int, context: int, sinks: int, attention: str | None
@@ -107,6 +110,18 @@ class Eagle3Drafter(Drafter):
         self.runner.run(len(requests), variant)
         found: list[list[int]] = self.inputs.drafted_BK[: len(requests)].tolist()
         return found
+
+    def propose_running(self, running: Running, pick: Pick) -> torch.Tensor:
+        assert self.bound, "bind_pool() first"
+        count, view = len(running.row_B), running.view(1, self.sinks, self.window)
+        size = self.runner.padded(count)
+        variant = self.inputs.take(torch.zeros_like(running.row_B), running, view, pick, size)
+        self.before_BE[:count] = self.hidden_SE[running.last_slot()]
+        self.before_BE[count:size] = 0
+        reads_lens = not self.runner.sizes and self.k_SKD.device.type == "cpu"
+        self.host_lens = view[1].tolist() if reads_lens else None
+        self.runner.run(count, variant)
+        return self.inputs.drafted_BK[:count].clone()
 
     def propose_tree(self, requests: list[DraftRequest], params: RowParams, shape: TreeShape) -> Tree:
         assert self.bound, "bind_pool() first"

@@ -8,6 +8,7 @@ import math
 import torch
 
 from longdraft.serve.drafters.base import Pick
+from longdraft.serve.drafters.running import Running
 from longdraft.serve.sampling.rows import RowParams
 
 Variant = str | Pick
@@ -56,13 +57,36 @@ class LoopInputs:
             pick: RowParams of one row a request, whose numbers are copied, or a function, which is the variant itself.
             size: batch size with padding, whose requests read nothing and whose state is the idle row.
         """
-        count = len(rows)
-        pad = [0] * (size - count)
+        pad = [0] * (size - len(rows))
         host = torch.tensor([rows + [self.idle_row] * len(pad), roots + pad, positions + pad])
         self.ids_3B[:, :size].copy_(host, non_blocking=True)
         self.lens_B[:size].copy_(torch.tensor([len(p) for p in pages] + pad, dtype=torch.int32), non_blocking=True)
         for b, page_W in enumerate(pages):
             self.pages_BW[b, : len(page_W)] = page_W
+        return self._sampling(pick, len(rows), size)
+
+    def take(
+        self, row_B: torch.Tensor, running: Running, view: tuple[torch.Tensor, torch.Tensor], pick: Pick, size: int
+    ) -> Variant:
+        """:meth:`fill` of a batch that the device alone knows; waits for nothing.
+
+        Args:
+            row_B: where each request's draft state lies.
+            running: the batch.
+            view: of :meth:`Running.view`, as wide as W.
+            pick: as in :meth:`fill`.
+            size: as in :meth:`fill`.
+        """
+        count = len(row_B)
+        self.ids_3B[0, count:size] = self.idle_row
+        self.ids_3B[1:, count:size] = 0
+        self.lens_B[count:size] = 0
+        for at, given_B in enumerate((row_B, running.newest_B, running.length_B)):
+            self.ids_3B[at, :count] = given_B
+        self.pages_BW[:count], self.lens_B[:count] = view
+        return self._sampling(pick, count, size)
+
+    def _sampling(self, pick: Pick, count: int, size: int) -> Variant:
         if not isinstance(pick, RowParams):
             return pick
         if pick.greedy:

@@ -12,21 +12,29 @@ from longdraft.draft_models.chain import propose_chain
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.plan import AttentionPlan
+from longdraft.kernels.transfer import to_device
 from longdraft.kernels.tree import Tree
 from longdraft.serve.drafters.base import Drafter, DraftRequest, Pick
 from longdraft.serve.drafters.cross_attention import Cache, read_layers
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
+from longdraft.serve.drafters.running import Running
 from longdraft.serve.drafters.trees import grow, longspec_step, roots_of
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
 from longdraft.serve.sampling.rows import RowParams
+from longdraft.serve.tokens import Tokens
 from longdraft.serve.tree_shape import TreeShape
+
+ON_DEVICE = -1  # in place of the number of tokens that a ring holds: all that the device's batch holds
 
 
 class LongSpecDrafter(Drafter):
     """Chain drafts. Rings are rebuilt from the last ids whenever what they hold is not exactly the request's tokens.
 
-    All steps of a chain are one function over static buffers, always of full length, which a :class:`GraphRunner` replays.
+    All steps of a chain are one function over static buffers, always of full length, which a :class:`GraphRunner` replays. It
+    leaves every drafted token in the ring, so that whatever the target keeps of them is there already.
     """
+
+    on_device = True
 
     def __init__(
         self, draft: LongSpecDraft, max_requests: int, steps: int, context: int, sinks: int, attention: str | None
@@ -40,6 +48,8 @@ class LongSpecDrafter(Drafter):
         self.layers: list[Cache] = []  # those that the draft reads
         self.rows: dict[str, int] = {}
         self.held: dict[str, int] = {}  # tokens that a request's ring holds
+        self.running_rows: tuple[int, ...] = ()  # of the latest batch that the device alone knew
+        self.running_row_B = torch.zeros(0, dtype=torch.int64)
         self.use_graphs([])
 
     def use_graphs(self, sizes: Sequence[int]) -> None:
@@ -75,6 +85,31 @@ class LongSpecDrafter(Drafter):
         drafted = self.inputs.drafted_BK[: len(requests)].tolist()
         return [ids[: r.limit] for r, ids in zip(requests, drafted, strict=True)]
 
+    def follow(self, rid: str, tokens: Tokens, end: int) -> None:
+        row = self._row_of(rid, {rid})
+        self.state.rebuild(row, tokens.slice(max(0, end - self.state.window), end), end)
+        self.held[rid] = ON_DEVICE
+
+    def follows(self, rid: str) -> bool:
+        return self.held.get(rid) == ON_DEVICE
+
+    def propose_running(self, running: Running, pick: Pick) -> torch.Tensor:
+        assert self.layers, "bind_cache() first"
+        rows = tuple(self.rows.get(rid, self.max_requests) for rid in running.rids)
+        if rows != self.running_rows:
+            self.running_rows, self.running_row_B = rows, to_device(rows, torch.int64, self.state.k.device)
+        for rid in running.rids:
+            if rid in self.rows:
+                self.rows[rid] = self.rows.pop(rid)  # the first of the rows is the one not used for longest
+        count, view = len(rows), running.view(0, self.sinks, self.context - self.sinks)
+        size = self.runner.padded(count)
+        variant = self.inputs.take(self.running_row_B, running, view, pick, size)
+        self.plan = None
+        if not self.runner.sizes and self.state.k.device.type == "cpu":  # which reads runs of slots in place
+            self.plan = AttentionPlan.build(view[0], view[1].tolist(), [1] * size)
+        self.runner.run(count, variant)
+        return self.inputs.drafted_BK[:count].clone()
+
     def propose_tree(self, requests: list[DraftRequest], params: RowParams, shape: TreeShape) -> Tree:
         assert self.layers, "bind_cache() first"
         drafting = [r for r in requests if r.limit]
@@ -96,7 +131,7 @@ class LongSpecDrafter(Drafter):
             return read_layers(q_BHD, self.layers, plan, self.attention)
 
         row_B, root_B, position_B = given.ids_3B[:, :size]
-        given.drafted_BK[:size] = propose_chain(
+        drafted_BK = propose_chain(
             self.state,
             row_B,
             root_B,
@@ -105,18 +140,24 @@ class LongSpecDrafter(Drafter):
             cross_attend,
             lambda logits, at, step: given.pick(logits, at, variant),
         )
+        # The others are in the ring since they were read; refused ones are replaced before anything sees them.
+        self.state.store(row_B, drafted_BK[:, -1], position_B + self.steps)
+        given.drafted_BK[:size] = drafted_BK
 
     def _rows_of(self, requests: list[DraftRequest]) -> list[int]:
         present = {r.rid for r in requests}
         for request in requests:
-            if request.rid not in self.rows:
-                self.rows[request.rid] = self._free_row(present)
-            if self.held.get(request.rid) != request.tokens.cached:
-                end = request.tokens.cached
-                last = request.tokens.slice(max(0, end - self.state.window), end)
-                self.state.rebuild(self.rows[request.rid], last, end)
-                self.held[request.rid] = end
+            end = request.tokens.cached
+            row = self._row_of(request.rid, present)
+            if self.held.get(request.rid) not in (end, ON_DEVICE):
+                self.state.rebuild(row, request.tokens.slice(max(0, end - self.state.window), end), end)
+            self.held[request.rid] = end
         return [self.rows[r.rid] for r in requests]
+
+    def _row_of(self, rid: str, present: set[str]) -> int:
+        if rid not in self.rows:
+            self.rows[rid] = self._free_row(present)
+        return self.rows[rid]
 
     def _free_row(self, present: set[str]) -> int:
         taken = set(self.rows.values())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from longdraft.kernels.gumbel import gumbel_argmax, gumbel_noise
+from longdraft.kernels.transfer import to_device
 
 CUT = 2.0  # nats
 
@@ -44,7 +45,7 @@ class RowParams:
         seeds = [s for r, width in zip(reqs, widths, strict=True) for s in [seed_of(r)] * width]
 
         def column(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+            return to_device(values, dtype, device)[:, None]
 
         return RowParams(
             column([p.temperature for p in params], torch.float32),
@@ -52,8 +53,8 @@ class RowParams:
             # Rounded sums of probabilities pass 1, so 1 must cut nothing: a row's choice cannot hang on its batch's filters.
             column([p.top_p if p.top_p < 1.0 else math.inf for p in params], torch.float32),
             column([p.min_p for p in params], torch.float32),
-            torch.tensor(seeds, dtype=torch.int64, device=device),
-            torch.tensor([p.top_k <= 1 for p in params], device=device),
+            to_device(seeds, torch.int64, device),
+            to_device([p.top_k <= 1 for p in params], torch.bool, device),
             all(p.top_k <= 1 for p in params),
             any(p.top_k > 1 and (p.top_k < (1 << 30) or p.top_p != 1.0 or p.min_p > 0) for p in params),
         )

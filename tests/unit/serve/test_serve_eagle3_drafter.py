@@ -15,6 +15,7 @@ from longdraft.draft_models.eagle3_chain import propose_eagle3_chain
 from longdraft.kernels.dense_attention import dense_attention
 from longdraft.serve.drafters.base import Computed, DraftRequest
 from longdraft.serve.drafters.eagle3 import Eagle3Drafter
+from longdraft.serve.drafters.running import Running
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.tree_shape import parse_tree
 
@@ -295,3 +296,28 @@ def test_a_tree_of_a_request_that_knows_nothing_is_its_root() -> None:
     assert tree.valid_BT.sum(1).tolist() == [1, 8]
     assert tree.token_BT[:, 0].tolist() == [int(TEXTS["b"][0]), int(TEXTS["a"][30])]
     assert reference(TEXTS["a"], 30)[0] in tree.token_BT[1, tree.depth_BT[1] == 1].tolist()
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("sizes", [[], [2, 4]])
+@pytest.mark.parametrize(("window", "context", "sinks"), [(None, 64, 4), (None, 12, 4), (8, 64, 2), (40, 64, 2)])
+def test_a_batch_of_the_device_drafts_what_the_hosts_drafts(
+    window: int | None, context: int, sinks: int, sizes: list[int], sampling: dict[str, Any]
+) -> None:
+    draft = DRAFT if window is None else tiny_eagle3(TARGET, window=window, sinks=sinks)
+    host, device = make(draft, 4, context, sinks), make(draft, 4, context, sinks)
+    device.use_graphs(sizes)
+    for drafter in (host, device):
+        for rid in "abc":
+            show(drafter, TEXTS[rid], PAGES[rid], 0, 35)
+    table, params = (
+        torch.nn.functional.pad(torch.stack(list(PAGES.values())).int(), (0, 30)),
+        row_params("cab", sampling),
+    )
+    for places in ({"c": 4, "a": 30, "b": 1}, {"c": 13, "a": 2, "b": 34}):
+        at = torch.tensor(list(places.values()))
+        newest = torch.stack([TEXTS[rid][place] for rid, place in places.items()])
+        rows = torch.tensor(["abc".index(rid) for rid in places])
+        drafted = device.propose_running(Running(tuple(places), rows, table, at, newest), params)
+        assert drafted.tolist() == host.propose([known(rid, place) for rid, place in places.items()], params)
+    assert device.follows("anyone"), "nothing belongs to a request"

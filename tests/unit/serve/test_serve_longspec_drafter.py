@@ -14,7 +14,8 @@ from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.dense_attention import dense_attention
 from longdraft.kernels.tree import Tree
 from longdraft.serve.drafters.base import DraftRequest
-from longdraft.serve.drafters.longspec import LongSpecDrafter
+from longdraft.serve.drafters.longspec import ON_DEVICE, LongSpecDrafter
+from longdraft.serve.drafters.running import Running
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.tree_shape import parse_tree
 
@@ -198,3 +199,60 @@ def test_trees_leave_the_rings_as_they_were() -> None:
         drafter.committed(now, TEXTS["a"][at + 1 : at + 1 + width].tolist())
         assert drafter.held == {"a": at + width}
         at += width
+
+
+def running(places: dict[str, int]) -> Running:
+    """A batch as the device knows it: newest tokens and lengths, and a page table that is longer than any of them."""
+    at = torch.tensor(list(places.values()))
+    newest = torch.stack([TEXTS[rid][place] for rid, place in places.items()])
+    table = torch.cat([torch.stack(list(PAGES.values())), torch.zeros(4, 30, dtype=torch.int32)], 1)
+    return Running(tuple(places), torch.tensor(["abcd".index(rid) for rid in places]), table, at, newest)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("sizes", [[], [2, 4]])
+@pytest.mark.parametrize(("context", "sinks"), [(64, 4), (8, 2), (8, 0), (8, 8)])
+def test_a_batch_of_the_device_drafts_what_the_hosts_drafts(
+    context: int, sinks: int, sizes: list[int], sampling: dict[str, Any]
+) -> None:
+    """D7 without the host: whatever is kept of a round, up to all of it, the rings hold without being told."""
+    device = make(rows=4, context=context, sinks=sinks)
+    device.use_graphs(sizes)
+    places = {"c": 4, "a": 12, "b": 1}
+    for rid, place in places.items():
+        device.follow(rid, request(rid, place).tokens, place)
+    params = row_params("cab", sampling)
+    for kept in ((1, 0, 3), (3, 3, 0), (0, 2, 1), (2, 1, 3)):
+        host = make(rows=4, context=context, sinks=sinks)
+        batch = [request(rid, place) for rid, place in places.items()]
+        drafted = device.propose_running(running(places), params)
+        assert drafted.tolist() == host.propose(batch, params)
+        for rid, count, ids in zip(list(places), kept, drafted, strict=True):  # the text goes on as the target kept it
+            place = places[rid]
+            TEXTS[rid][place + 1 : place + 1 + count] = ids[:count]
+            places[rid] = place + count + 1
+    assert device.held == dict.fromkeys("cab", ON_DEVICE)
+
+
+def test_rounds_of_the_host_and_of_the_device_take_turns() -> None:
+    """A request is followed again after rounds on the host, and one that is not followed disturbs nobody."""
+    drafter = make(rows=2)
+    drafter.follow("a", request("a", 10).tokens, 10)
+    assert drafter.follows("a") and not drafter.follows("b")
+    assert drafter.propose_running(running({"b": 7, "a": 10}), greedy)[1].tolist() == reference("a", 10)
+    now = request("a", 11)
+    assert drafter.propose([now], greedy) == [reference("a", 11)]
+    drafter.committed(now, TEXTS["a"][12:14].tolist())
+    assert not drafter.follows("a")
+    drafter.follow("a", request("a", 13).tokens, 13)
+    assert drafter.propose_running(running({"a": 13}), greedy).tolist() == [reference("a", 13)]
+    assert "b" not in drafter.rows
+
+
+def test_a_ring_for_a_new_request_is_the_one_not_used_for_longest() -> None:
+    drafter = make(rows=2)
+    for rid in "ab":
+        drafter.follow(rid, request(rid, 10).tokens, 10)
+    drafter.propose_running(running({"a": 10}), greedy)
+    drafter.follow("c", request("c", 10).tokens, 10)
+    assert drafter.follows("a") and drafter.follows("c") and not drafter.follows("b")

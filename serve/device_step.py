@@ -1,0 +1,262 @@
+"""Rounds of chains that never wait for the device: drafting, verification and acceptance are launched, and the host goes on.
+
+What a round needs of the one before, the newest token and the length of every request, stays on the device, by row of SGLang's
+page table; the scheduler reads tokens back when it processes the result. So a round can be launched while the host is still a
+round behind (SGLang's overlap schedule). Requests that need their text on the host for the next choice (a grammar, penalties,
+stop strings) take :class:`DecodeStep`'s rounds, and the scheduler is asked to finish the round before first.
+
+Legend: B requests, K drafted tokens, T = K + 1 new tokens of a request, S stop tokens, R rows of SGLang's page table.
+"""
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.utils.logprob import compute_spec_v2_logprobs
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
+
+from longdraft.draft_models.acceptance import accepted_drafts
+from longdraft.kernels.transfer import to_device
+from longdraft.serve import stats
+from longdraft.serve.decode_step import DecodeStep, give_up, logits_output
+from longdraft.serve.device_verify import verify_running
+from longdraft.serve.drafters.running import Running
+from longdraft.serve.emission import room, stop_tokens
+from longdraft.serve.sampling.penalties import penalised
+from longdraft.serve.sampling.rows import RowParams
+from longdraft.serve.simulate import simulated, simulated_acceptance
+from longdraft.serve.spec_inputs import DraftInput
+from longdraft.serve.tokens import Tokens
+from longdraft.serve.verify import Verified
+
+logger = logging.getLogger(__name__)
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class Roster:
+    """What stays the same of a batch as long as the same requests run.
+
+    Attributes:
+        reqs: the requests.
+        rids: their ids.
+        modes: their modes.
+        hosted: whether one of them needs its text on the host.
+        end_B: tokens that each may have, prompt in.
+        drafts_B: whether it drafts.
+        stop_BS: tokens that end it, filled up with -1.
+        params: how it chooses.
+    """
+
+    reqs: list[Any]
+    rids: tuple[str, ...]
+    modes: list[str]
+    hosted: bool
+    end_B: torch.Tensor
+    drafts_B: torch.Tensor
+    stop_BS: torch.Tensor
+    params: RowParams
+
+    @staticmethod
+    def build(reqs: list[Any], modes: list[str], device: torch.device) -> "Roster":
+        """Read the requests and send what the device needs of them there."""
+        stops = [sorted(stop_tokens(r)) for r in reqs]
+        most = max(map(len, stops))
+        return Roster(
+            list(reqs),
+            tuple(r.rid for r in reqs),
+            modes,
+            any(needs_text(r) for r in reqs),
+            to_device(
+                [len(r.origin_input_ids) + int(r.sampling_params.max_new_tokens) for r in reqs], torch.int64, device
+            ),
+            to_device([mode == "full" for mode in modes], torch.bool, device),
+            to_device([s + [NO_TOKEN] * (most - len(s)) for s in stops], torch.int64, device).view(len(reqs), most),
+            RowParams.build(reqs, [1] * len(reqs), device),
+        )
+
+    def of(self, reqs: list[Any]) -> bool:
+        """Whether these are the requests."""
+        return len(reqs) == len(self.reqs) and all(a is b for a, b in zip(reqs, self.reqs, strict=True))
+
+
+def needs_text(req: Any) -> bool:
+    """Whether the request's next token, or where it ends, depends on what it has written."""
+    params = req.sampling_params
+    return bool(req.grammar is not None or penalised(req) or params.stop_strs or params.stop_regex_strs)
+
+
+class DeviceStep(DecodeStep):
+    """As :class:`DecodeStep`, for drafters that draft on the device; a failure costs drafts, or ends its request, as there."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.newest_R: torch.Tensor | None = None
+        self.columns = 0  # of SGLang's page table
+        self.roster: Roster | None = None
+        # Rounds that the scheduler has not processed yet; None for one that was counted when it ran.
+        self.launched: deque[list[Any] | None] = deque()
+
+    def remember(self, batch: ScheduleBatch, newest_B: torch.Tensor) -> None:
+        if self.newest_R is None:
+            rows, self.columns = batch.req_to_token_pool.req_to_token.shape
+            self.newest_R = torch.zeros(rows, dtype=torch.int64, device=newest_B.device)
+        self.newest_R[batch.req_pool_indices] = newest_B
+
+    def prefilled(self, batch: ScheduleBatch) -> None:
+        for req, end in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
+            tokens = Tokens(req)
+            if self.mode_of(req) == "full" and end == len(tokens) and room(req) > 1:
+                self._follow(req, tokens, end)
+
+    def needs_host(self, batch: ScheduleBatch) -> bool:
+        roster = self._roster(batch)
+        return roster.hosted or not all(
+            self._known(req, mode) for req, mode in zip(roster.reqs, roster.modes, strict=True)
+        )
+
+    def processed(self, gained: list[int]) -> None:
+        reqs = self.launched.popleft()
+        for req, count in zip(reqs or [], gained if reqs else [], strict=True):
+            if req.finished() or req.is_retracted:
+                continue
+            counters = stats.attach(req, self.settings.mode)
+            drafted = min(self.stride - 1, room(req) - 1, self.columns - len(Tokens(req)))  # as _limits has it
+            counters.accept.add(max(0, drafted) if counters.mode == "full" else 0, count)
+            counters.rounds += 1
+
+    def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        roster = self._roster(batch)
+        self.launched.append(None if roster.hosted else roster.reqs)
+        if roster.hosted:
+            return super()._run(batch)
+        for req, mode in zip(roster.reqs, roster.modes, strict=True):
+            if not self._known(req, mode) and not req.finished():
+                self._follow(req, Tokens(req), Tokens(req).cached)
+        assert self.newest_R is not None, "a prefill comes first"
+        row_B, table_RW = batch.req_pool_indices, batch.req_to_token_pool.req_to_token
+        running = Running(roster.rids, row_B, table_RW, batch.seq_lens, self.newest_R[row_B])
+        with self.clock.phase("draft"):
+            draft_BK, limit_B = self._draft(roster, running)
+        seen, limit_B = self._verify(batch, roster, running, draft_BK, limit_B)
+        with self.clock.phase("keep"):
+            run_BT, count_B = self._accept(roster, draft_BK, limit_B, seen)
+            return self._returned(batch, running, run_BT, count_B, seen)
+
+    def _roster(self, batch: ScheduleBatch) -> Roster:
+        if self.roster is None or not self.roster.of(batch.reqs):
+            self.roster = Roster.build(batch.reqs, [self.mode_of(r) for r in batch.reqs], batch.seq_lens.device)
+        return self.roster
+
+    def _known(self, req: Any, mode: str) -> bool:
+        return mode != "full" or self.drafter.follows(req.rid)
+
+    def _follow(self, req: Any, tokens: Tokens, end: int) -> None:
+        try:
+            self.drafter.follow(req.rid, tokens, end)
+        except Exception:
+            logger.exception("longdraft: the drafter cannot follow request %s, its drafts are worse", req.rid)
+            self.drafter.forget(req.rid)
+
+    def _limits(self, roster: Roster, running: Running) -> torch.Tensor:
+        """Drafts of each request that are verified: within its length and its row of the page table."""
+        left_B = (roster.end_B - 2).clamp_max(self.columns - 1) - running.length_B
+        return left_B.clamp(0, self.stride - 1) * roster.drafts_B
+
+    def _draft(self, roster: Roster, running: Running) -> tuple[torch.Tensor, torch.Tensor]:
+        """Drafts ``[B, K]`` and how many of each count; none count where drafting fails."""
+        count, device = len(roster.reqs), running.length_B.device
+        none_B = torch.zeros(count, dtype=torch.int64, device=device)
+        steps = self.stride - 1
+        if "full" not in roster.modes:
+            steps = (self._graph_width(count, 1) or 1) - 1
+            return torch.zeros(count, steps, dtype=torch.int64, device=device), none_B
+        try:
+            draft_BK = self.drafter.propose_running(running, roster.params)
+        except Exception:
+            logger.exception("longdraft: the drafter failed, its requests go on without drafts for this step")
+            self.drafter.clear()
+            for req, mode in zip(roster.reqs, roster.modes, strict=True):
+                stats.attach(req, mode).failures += mode == "full"
+            return torch.zeros(count, steps, dtype=torch.int64, device=device), none_B
+        return draft_BK.clamp(0, self.vocab - 1), self._limits(roster, running)
+
+    def _verify(
+        self, batch: ScheduleBatch, roster: Roster, running: Running, draft_BK: torch.Tensor, limit_B: torch.Tensor
+    ) -> tuple[Verified, torch.Tensor]:
+        """What the target chose, and how many drafts it was asked about: none of any, where that failed for all together."""
+        reqs, params, width = roster.reqs, roster.params, draft_BK.shape[1] + 1
+        in_graph = self._graph_width(len(reqs), width) is not None
+        try:
+            seen = verify_running(
+                *(
+                    self.target_worker,
+                    batch,
+                    reqs,
+                    running,
+                    draft_BK,
+                    limit_B,
+                    params,
+                    self.observer,
+                    in_graph,
+                    self.clock,
+                )
+            )
+            return seen, limit_B
+        except Exception:
+            logger.exception("longdraft: a verification failed, its requests are verified one by one without drafts")
+        limit_B = torch.zeros_like(limit_B)
+        parts = []
+        for b, req in enumerate(reqs):
+            one, given = running.only(b), (draft_BK[b : b + 1], limit_B[b : b + 1])
+            try:
+                params = RowParams.build([req], [1], limit_B.device)
+                graph = self._graph_width(1, width) is not None
+                parts.append(
+                    verify_running(self.target_worker, batch, [req], one, *given, params, self.observer, graph)
+                )
+            except Exception:
+                give_up(req)
+                blank_TV = torch.zeros(width, self.vocab, device=limit_B.device)
+                parts.append(Verified(one.newest_B.repeat(width), blank_TV, [0, width]))
+        return Verified.join(parts), limit_B
+
+    def _accept(
+        self, roster: Roster, draft_BK: torch.Tensor, limit_B: torch.Tensor, seen: Verified
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each request returns ``[B, T]``, and how much of it: up to the first token that ends it (:mod:`emission`)."""
+        batch, steps = draft_BK.shape
+        choice_BT = seen.choice_T.view(batch, steps + 1)
+        forced = self.settings.simulate_accept_length
+        if simulated(forced):
+            drawn = simulated_acceptance([steps] * batch, forced, self.stride)
+            kept_B = torch.minimum(to_device(drawn, torch.int64, limit_B.device), limit_B)
+        else:
+            kept_B = accepted_drafts(draft_BK, choice_BT, limit_B)
+        offset_T = torch.arange(steps + 1, device=limit_B.device)
+        drafted_BT = torch.cat([draft_BK, choice_BT[:, -1:]], 1)
+        run_BT = torch.where(offset_T < kept_B[:, None], drafted_BT, choice_BT)
+        ends_BT = (run_BT[:, :, None] == roster.stop_BS[:, None]).any(-1)
+        return run_BT, torch.minimum(kept_B, offset_T.where(ends_BT, steps).amin(1)) + 1
+
+    def _returned(
+        self, batch: ScheduleBatch, running: Running, run_BT: torch.Tensor, count_B: torch.Tensor, seen: Verified
+    ) -> GenerationBatchResult:
+        output, (size, width) = logits_output(seen.logits_TV), run_BT.shape
+        if batch.return_logprob:
+            place_S = torch.arange(self.stride, device=run_BT.device).clamp_max(width - 1)
+            first_B1 = torch.arange(size, device=run_BT.device)[:, None] * width
+            compute_spec_v2_logprobs(batch, output, seen.choice_T, first_B1 + place_S, self.stride - 1)
+        return GenerationBatchResult(
+            logits_output=output,
+            next_token_ids=torch.nn.functional.pad(run_BT, (0, self.stride - width)).flatten(),
+            accept_lens=count_B,
+            new_seq_lens=running.length_B + count_B,
+            speculative_num_draft_tokens=self.stride,
+            next_draft_input=DraftInput(),
+            can_run_cuda_graph=False,
+        )

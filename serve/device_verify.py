@@ -1,0 +1,87 @@
+"""One verification of chains that the host never sees: drafted ids, lengths and limits stay on the device.
+
+Legend: B requests, K drafted tokens, T = K + 1 new tokens of a request, V vocabulary.
+"""
+
+from itertools import repeat
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from longdraft.serve.drafters.running import Running
+from longdraft.serve.observer import Observer
+from longdraft.serve.sampling.rows import RowParams
+from longdraft.serve.sampling.target_choice import process_logits
+from longdraft.serve.spec_inputs import VerifyInput
+from longdraft.serve.step_clock import OFF, StepClock
+from longdraft.serve.verify import Verified
+
+
+def verify_running(
+    target_worker: Any,
+    batch: ScheduleBatch,
+    reqs: list[Any],
+    running: Running,
+    draft_BK: torch.Tensor,
+    limit_B: torch.Tensor,
+    params: RowParams,
+    observer: Observer,
+    in_graph: bool,
+    clock: StepClock = OFF,
+) -> Verified:
+    """The twin of :func:`longdraft.serve.verify.verify` with every chain padded to T, whose host work waits for nothing.
+
+    Padding repeats a chain's last token at its place, writes to slot 0 and is read by nothing that counts.
+
+    Args:
+        target_worker: SGLang's target worker.
+        batch: the running batch.
+        reqs: its requests to verify; none whose choice depends on more of its text than its newest token.
+        running: the same requests, on the device.
+        draft_BK: drafted ids.
+        limit_B: drafts of each that count.
+        params: how each chooses, one row a request.
+        observer: is shown what the target computes.
+        in_graph: whether SGLang replays a graph of T tokens a request, which brings its own plan.
+        clock: times the phases.
+
+    Returns:
+        The choice and the logits behind every place of every chain, padding included.
+    """
+    with clock.phase("verify"):
+        count, width = draft_BK.shape[0], draft_BK.shape[1] + 1
+        offset_T = torch.arange(width, device=draft_BK.device)
+        at_BT = torch.minimum(offset_T, limit_B[:, None])
+        id_BT = torch.cat([running.newest_B[:, None], draft_BK], 1).gather(1, at_BT)
+        position_BT = running.length_B[:, None] + at_BT
+        slot_BT = running.table_RW[running.row_B[:, None], position_BT].long() * (offset_T <= limit_B[:, None])
+        reserved = [min(r.kv_allocated_len, running.table_RW.shape[1]) for r in reqs]  # no less than what is cached
+        plan = None if in_graph else running.plan(max(reserved), width)
+        forward = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=count,
+            input_ids=id_BT.flatten(),
+            req_pool_indices=running.row_B,
+            seq_lens=running.length_B,
+            seq_lens_cpu=torch.tensor(reserved, dtype=torch.int64),  # says how much of the page table is read
+            seq_lens_sum=sum(reserved),
+            orig_seq_lens=running.length_B,
+            out_cache_loc=slot_BT.flatten(),
+            positions=position_BT.flatten(),
+            spec_algorithm=batch.spec_algorithm,
+            spec_info=VerifyInput(plan, observer.capture),
+            capture_hidden_mode=observer.capture,
+            sampling_info=batch.sampling_info,
+            rids=[r.rid for r in reqs],
+            lora_ids=[None] * count,
+        )
+        result = target_worker.forward_batch_generation(batch=None, forward_batch=forward, is_verify=True)
+        owner_T = torch.arange(count, device=draft_BK.device).repeat_interleave(width, output_size=count * width)
+        observer.verified(forward, running.table_RW, owner_T, result.logits_output)
+    with clock.phase("sampling"):
+        unread = list(repeat([0] * (width - 1), count))
+        logits_TV = process_logits(result.logits_output.next_token_logits, reqs, unread)
+        choice_T = params.repeat(width).choose(logits_TV, position_BT.flatten())
+    return Verified(choice_T, logits_TV, list(range(0, (count + 1) * width, width)))
