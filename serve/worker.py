@@ -46,7 +46,7 @@ class LongDraftWorker(BaseSpecWorker):
         self._reserve()
         stride = server_args.speculative_num_draft_tokens
         shape = parse_tree(settings.tree)
-        self.tree_widths = frozenset() if shape is None else frozenset({shape.places})
+        self.shapes = [] if shape is None else [shape]
         self.step = make_step(shape, target_worker, self.drafter, self.observer, settings, stride)
         if simulated(settings.simulate_accept_length):
             logger.warning("longdraft: acceptance is simulated, the text is wrong: for benchmarks only")
@@ -73,7 +73,7 @@ class LongDraftWorker(BaseSpecWorker):
             runner.attn_backend, runner.token_to_kv_pool, self.prefix_backend, table
         )
         runner.attn_backend.captured_hidden = self.observer.capture
-        runner.attn_backend.tree_widths = self.tree_widths
+        runner.attn_backend.tree_widths = frozenset(shape.places for shape in self.shapes)
         self.drafter.bind_pool(runner.token_to_kv_pool)
 
     def init_cuda_graphs(self) -> None:
@@ -81,9 +81,9 @@ class LongDraftWorker(BaseSpecWorker):
         made = self.runner.decode_cuda_graph_runner
         if made is not None and hasattr(made, "capture_bs"):
             self.step.graphs = graphs = TargetGraphs(self.runner, made)
-            if self.tree_widths:
+            if self.shapes:
                 graphs.add(1)
-            self.drafter.use_graphs(made.capture_bs)
+            self.drafter.use_graphs(made.capture_bs, self.shapes)
 
     def clear_cache_pool(self) -> None:
         self._start_anew()

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from longdraft.kernels.tree import Tree
 from longdraft.serve.sampling.rows import RowParams
 
 
@@ -91,3 +92,11 @@ def row_params(
         params.normalize(None)
         reqs.append(SimpleNamespace(rid=rid, sampling_params=params))
     return RowParams.build(reqs, [1] * len(reqs), device)
+
+
+def same_trees(a: Tree, b: Tree) -> bool:
+    """Nodes, edges and bits; what places without a node hold says nothing."""
+    if not torch.equal(a.parent_BT, b.parent_BT) or not torch.equal(a.bits_BTW, b.bits_BTW):
+        return False
+    pairs = ((a.token_BT, b.token_BT), (a.depth_BT, b.depth_BT))
+    return all(torch.equal(x[a.valid_BT], y[b.valid_BT]) for x, y in pairs)

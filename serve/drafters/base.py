@@ -110,8 +110,13 @@ class Drafter(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} drafts chains")
 
-    def use_graphs(self, sizes: Sequence[int]) -> None:  # noqa: B027
-        """Pad batches to these sizes from now on and, on a card, replay graphs; called once everything is bound."""
+    def use_graphs(self, sizes: Sequence[int], shapes: Sequence[TreeShape] = ()) -> None:  # noqa: B027
+        """Pad batches to these sizes from now on and, on a card, replay graphs; called once everything is bound.
+
+        Args:
+            sizes: of batches.
+            shapes: of the trees that will be asked for; none means chains.
+        """
 
     def bind_pool(self, pool: Any) -> None:  # noqa: B027
         """The target's cache pool exists now; called once."""

@@ -28,7 +28,7 @@ from longdraft.kernels.tree import Tree
 from longdraft.serve.drafters.base import Computed, Drafter, DraftRequest, Pick
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
 from longdraft.serve.drafters.running import Running
-from longdraft.serve.drafters.trees import Eagle3Rows, grow, roots_of
+from longdraft.serve.drafters.trees import Eagle3Rows, TreeLoop
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.tree_shape import TreeShape
@@ -70,13 +70,16 @@ class Eagle3Drafter(Drafter):
         self.scratch = torch.arange(slots, slots + scratch, device=device).view(self.max_requests, self.steps)
         self.inputs = LoopInputs(self.max_requests, self.sinks + self.window, self.steps, self.k_SKD.device, 0)
         self.before_BE = torch.zeros(self.max_requests, self.hidden_SE.shape[1], dtype=dtype, device=device)
+        self.trees = TreeLoop(self.draft, self.inputs, self._tree_step)
         self.bound = True
         self.use_graphs([])
 
-    def use_graphs(self, sizes: Sequence[int]) -> None:
-        self.runner = make_runner(self._loop, [n for n in sizes if n <= self.max_requests], self.k_SKD.device)
-        if isinstance(self.runner, CudaGraphRunner):
+    def use_graphs(self, sizes: Sequence[int], shapes: Sequence[TreeShape] = ()) -> None:
+        sizes = [n for n in sizes if n <= self.max_requests]
+        self.runner = make_runner(self._loop, sizes, self.k_SKD.device)
+        if isinstance(self.runner, CudaGraphRunner) and not shapes:
             self.runner.capture(GREEDY)
+        self.trees.use_graphs(sizes, shapes)
 
     @torch.no_grad()
     def observe(self, computed: Computed) -> None:
@@ -95,17 +98,11 @@ class Eagle3Drafter(Drafter):
         return [next(drafted)[: r.limit] if len(r.pages) else [] for r in requests]
 
     def _chains(self, requests: list[DraftRequest], pick: Pick) -> list[list[int]]:
-        size, most = self.runner.padded(len(requests)), self.sinks + self.window
-        pages = []
-        for r in requests:  # rows 0 .. n - 2 of the text, in the slots of tokens 1 .. n - 1
-            rows = r.pages[1:]
-            whole = len(rows) <= most
-            pages.append(rows if whole else torch.cat([rows[: self.sinks], rows[len(rows) - self.window :]]))
+        size = self.runner.padded(len(requests))
+        pages = [self._rows(r) for r in requests]
         roots, positions = [r.tokens.newest for r in requests], [r.tokens.cached for r in requests]
         variant = self.inputs.fill([0] * len(requests), roots, positions, pages, pick, size)
-        last_B = torch.stack([r.pages[-1] for r in requests]).long()
-        self.before_BE[: len(requests)] = self.hidden_SE[last_B]
-        self.before_BE[len(requests) : size] = 0
+        self._fill_before(requests, size)
         self.host_lens = None if self.runner.sizes else [len(p) for p in pages]
         self.runner.run(len(requests), variant)
         found: list[list[int]] = self.inputs.drafted_BK[: len(requests)].tolist()
@@ -125,16 +122,27 @@ class Eagle3Drafter(Drafter):
 
     def propose_tree(self, requests: list[DraftRequest], params: RowParams, shape: TreeShape) -> Tree:
         assert self.bound, "bind_pool() first"
-        roots = roots_of(requests, self.k_SKD.device)
-        last_B = torch.tensor([0] * len(requests), device=self.k_SKD.device)
-        for b, r in enumerate(requests):
-            if len(r.pages):  # nothing is known before the first token is computed
-                last_B[b] = r.pages[-1]
-        rows = Eagle3Rows(
-            (self.k_SKD, self.v_SKD), [r.pages[1:] for r in requests], self.window, self.sinks, self.attention
-        )
-        step = Eagle3TreeStep(self.draft, self.hidden_SE[last_B], roots[1], rows, shape.runs)
-        return grow(step, requests, roots, self.draft.target_ids, params, shape)
+        self._fill_before(requests, self.trees.runner.padded(len(requests)))
+        pages = [self._rows(r) for r in requests]
+        return self.trees.run(requests, [0] * len(requests), pages, params, shape)
+
+    def _rows(self, request: DraftRequest) -> torch.Tensor:
+        """Rows 0 .. n - 2 of the text, in the slots of tokens 1 .. n - 1: the first and the last, where not all are read."""
+        rows = request.pages[1:]
+        whole = len(rows) <= self.sinks + self.window
+        return rows if whole else torch.cat([rows[: self.sinks], rows[len(rows) - self.window :]])
+
+    def _fill_before(self, requests: list[DraftRequest], size: int) -> None:
+        """Features of the token before each root; of a request without any, which does not draft, those of slot 0."""
+        nothing = self.scratch.new_zeros(())
+        last_B = torch.stack([r.pages[-1].long() if len(r.pages) else nothing for r in requests])
+        self.before_BE[: len(requests)] = self.hidden_SE[last_B]
+        self.before_BE[len(requests) : size] = 0
+
+    def _tree_step(self, size: int, shape: TreeShape) -> Eagle3TreeStep:
+        given, cache = self.inputs, (self.k_SKD, self.v_SKD)
+        rows = Eagle3Rows(cache, given.pages_BW[:size], given.lens_B[:size], self.window, self.sinks, self.attention)
+        return Eagle3TreeStep(self.draft, self.before_BE[:size], given.ids_3B[2, :size], rows, shape.runs)
 
     def _loop(self, size: int, variant: Any) -> None:
         """All steps of ``size`` chains, from and to :attr:`inputs`.
@@ -178,6 +186,7 @@ class Eagle3Drafter(Drafter):
         self.draft.bind(embedding_VE, head_VE)
         if self.bound:
             self.runner.forget()
+            self.trees.runner.forget()
 
     def committed(self, request: DraftRequest, tokens: list[int]) -> None:
         """Observed as the target computes them."""

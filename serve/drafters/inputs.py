@@ -96,6 +96,14 @@ class LoopInputs:
         self.params.greedy_N[count:size] = True
         return FILTERED if pick.filtered else NOISY
 
+    def scores(
+        self, logits_BMN: torch.Tensor, position_B: torch.Tensor, id_N: torch.Tensor | None, variant: Variant
+    ) -> torch.Tensor:
+        """What trees are grown by (:meth:`RowParams.scores`), by the batch's parameters as they are when this runs."""
+        if variant == GREEDY:
+            return torch.log_softmax(logits_BMN.float(), -1)
+        return self.params.first(len(logits_BMN), variant == FILTERED).scores(logits_BMN, position_B, id_N)
+
     def pick(self, logits_BV: torch.Tensor, position_B: torch.Tensor, variant: Variant) -> torch.Tensor:
         """Choose as the target will (:meth:`RowParams.choose`), by the batch's parameters as they are when this runs."""
         if callable(variant):

@@ -10,6 +10,7 @@ import torch
 
 from longdraft.draft_models.chain import propose_chain
 from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.tree_steps import LongSpecTreeStep
 from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.transfer import to_device
@@ -18,7 +19,7 @@ from longdraft.serve.drafters.base import Drafter, DraftRequest, Pick
 from longdraft.serve.drafters.cross_attention import Cache, read_layers
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
 from longdraft.serve.drafters.running import Running
-from longdraft.serve.drafters.trees import grow, longspec_step, roots_of
+from longdraft.serve.drafters.trees import TreeLoop, longspec_step
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.tokens import Tokens
@@ -50,12 +51,15 @@ class LongSpecDrafter(Drafter):
         self.held: dict[str, int] = {}  # tokens that a request's ring holds
         self.running_rows: tuple[int, ...] = ()  # of the latest batch that the device alone knew
         self.running_row_B = torch.zeros(0, dtype=torch.int64)
+        self.trees = TreeLoop(draft, self.inputs, self._tree_step)
         self.use_graphs([])
 
-    def use_graphs(self, sizes: Sequence[int]) -> None:
-        self.runner = make_runner(self._loop, [n for n in sizes if n <= self.max_requests], self.state.k.device)
-        if isinstance(self.runner, CudaGraphRunner):
+    def use_graphs(self, sizes: Sequence[int], shapes: Sequence[TreeShape] = ()) -> None:
+        sizes = [n for n in sizes if n <= self.max_requests]
+        self.runner = make_runner(self._loop, sizes, self.state.k.device)
+        if isinstance(self.runner, CudaGraphRunner) and not shapes:
             self.runner.capture(GREEDY)
+        self.trees.use_graphs(sizes, shapes)
 
     def bind_cache(self, *layers: Cache) -> None:
         """Keys and values of the layers that the draft reads, in place."""
@@ -67,6 +71,7 @@ class LongSpecDrafter(Drafter):
     def bind_target(self, embedding_VE: torch.Tensor, head_VE: torch.Tensor) -> None:
         self.draft.bind(embedding_VE, head_VE)
         self.runner.forget()
+        self.trees.runner.forget()
 
     def propose(self, requests: list[DraftRequest], pick: Pick) -> list[list[int]]:
         assert self.layers, "bind_cache() first"
@@ -115,10 +120,11 @@ class LongSpecDrafter(Drafter):
         drafting = [r for r in requests if r.limit]
         row_of = dict(zip((r.rid for r in drafting), self._rows_of(drafting), strict=True))
         rows = [row_of.get(r.rid, self.max_requests) for r in requests]
-        roots = roots_of(requests, self.state.k.device)
-        pages = [self._view(r.pages) for r in requests]
-        step = longspec_step(self.state, rows, roots[1], pages, self.layers, shape.runs, self.attention)
-        return grow(step, requests, roots, self.draft.target_ids, params, shape)
+        return self.trees.run(requests, rows, [self._view(r.pages) for r in requests], params, shape)
+
+    def _tree_step(self, size: int, shape: TreeShape) -> LongSpecTreeStep:
+        assert self.layers, "bind_cache() first"
+        return longspec_step(self.state, self.inputs, size, self.layers, shape.runs, self.attention)
 
     def _loop(self, size: int, variant: Any) -> None:
         """All steps of ``size`` chains, from and to :attr:`inputs`."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from serve_fakes import SAMPLING, row_params
+from serve_fakes import SAMPLING, row_params, same_trees
 from tiny import tiny_eagle3, tiny_target
 
 from longdraft.draft_models.aux_features import aux_features
@@ -16,6 +16,7 @@ from longdraft.kernels.dense_attention import dense_attention
 from longdraft.serve.drafters.base import Computed, DraftRequest
 from longdraft.serve.drafters.eagle3 import Eagle3Drafter
 from longdraft.serve.drafters.running import Running
+from longdraft.serve.drafters.trees import Eagle3Rows
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.tree_shape import parse_tree
 
@@ -321,3 +322,41 @@ def test_a_batch_of_the_device_drafts_what_the_hosts_drafts(
         drafted = device.propose_running(Running(tuple(places), rows, table, at, newest), params)
         assert drafted.tolist() == host.propose([known(rid, place) for rid, place in places.items()], params)
     assert device.follows("anyone"), "nothing belongs to a request"
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("context", [12, 64])
+@pytest.mark.parametrize("text", ["2,3,2", "eagle2:4,2,10"])
+def test_padded_static_buffers_grow_the_trees_of_the_plain_path(
+    text: str, context: int, sampling: dict[str, Any]
+) -> None:
+    """The graph's twin for trees, within the context and past it, where the deeper nodes no longer see the oldest rows."""
+    shape = parse_tree(text)
+    assert shape is not None
+    plain, padded = make(rows=8, context=context), make(rows=8, context=context)
+    padded.use_graphs([2, 4, 6], [shape])
+    for drafter in (plain, padded):
+        for rid in "abc":
+            show(drafter, TEXTS[rid], PAGES[rid], 0, 30)
+    for ids in ("abc", "ba", "c", "cab"):
+        batch = [known(rid, 8 + ord(rid) % 7, limit) for rid, limit in zip(ids, (4, 2, 0), strict=False)]
+        params = row_params(ids, sampling)
+        assert same_trees(padded.propose_tree(batch, params, shape), plain.propose_tree(batch, params, shape))
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(5, 2), (5, 0), (3, 4), (40, 2), (1, 2)])
+@pytest.mark.parametrize("count", [0, 1, 4, 7, 12])
+def test_a_node_sees_the_first_rows_and_its_window(count: int, window: int, sinks: int) -> None:
+    """By the rule itself: of row i a node ``depth`` below the root's row sees less than a window's distance, and the sinks."""
+    most = sinks + window
+    rows = list(range(100, 100 + count))
+    given = rows if count <= most else rows[:sinks] + rows[count - window :]
+    pages_BW = torch.full((1, most), -1, dtype=torch.int32)
+    pages_BW[0, : len(given)] = torch.tensor(given, dtype=torch.int32)
+    lens_B = torch.tensor([len(given)], dtype=torch.int32)
+    unused = torch.zeros(0)
+    seen = Eagle3Rows((unused, unused), pages_BW, lens_B, window, sinks, None)
+    for depth in range(6):
+        want = [row for i, row in enumerate(rows) if i < sinks or count + depth - i < window]
+        pages, lens = seen.visible(depth)
+        assert pages[0, : int(lens)].tolist() == want

@@ -95,12 +95,12 @@ def test_the_drafts_graphs_follow_the_targets(sizes: list[int] | None) -> None:
     asked: list[Any] = []
     worker = LongDraftWorker.__new__(LongDraftWorker)
     worker.step = SimpleNamespace(graphs=None)  # type: ignore[assignment]
-    worker.drafter = SimpleNamespace(use_graphs=asked.append)  # type: ignore[assignment]
+    worker.drafter = SimpleNamespace(use_graphs=lambda *given: asked.append(given))  # type: ignore[assignment]
     made = SimpleNamespace(capture_bs=sizes, max_bs=4, num_tokens_per_bs=5) if sizes else None
     worker.runner = SimpleNamespace(decode_cuda_graph_runner=made)
-    worker.tree_widths = frozenset()
+    worker.shapes = []
     worker.init_cuda_graphs()
-    assert asked == ([sizes] if sizes else [])
+    assert asked == ([(sizes, [])] if sizes else [])
     assert (worker.step.graphs is None) == (sizes is None)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from serve_fakes import SAMPLING, row_params
+from serve_fakes import SAMPLING, row_params, same_trees
 from tiny import tiny_draft, tiny_target
 
 from longdraft.draft_models.chain import propose_chain
@@ -14,8 +14,10 @@ from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.dense_attention import dense_attention
 from longdraft.kernels.tree import Tree
 from longdraft.serve.drafters.base import DraftRequest
+from longdraft.serve.drafters.inputs import GREEDY
 from longdraft.serve.drafters.longspec import ON_DEVICE, LongSpecDrafter
 from longdraft.serve.drafters.running import Running
+from longdraft.serve.drafters.trees import first_trees
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.tree_shape import parse_tree
 
@@ -186,7 +188,7 @@ def test_a_beam_of_one_drafts_the_chain(context: int, sinks: int, sampling: dict
 
 def test_trees_leave_the_rings_as_they_were() -> None:
     """What a tree drafts is kept beside the ring: committed tokens alone enter it, and a request without drafts takes no ring."""
-    drafter, at = make(rows=2), 10
+    drafter, at = make(rows=3), 10
     shape = parse_tree("2,3,2")
     assert shape is not None
     for width in (1, 3, 2, 4):
@@ -256,3 +258,42 @@ def test_a_ring_for_a_new_request_is_the_one_not_used_for_longest() -> None:
     drafter.propose_running(running({"a": 10}), greedy)
     drafter.follow("c", request("c", 10).tokens, 10)
     assert drafter.follows("a") and drafter.follows("c") and not drafter.follows("b")
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("text", ["2,3,2", "eagle2:3,2,8", "1,1"])
+def test_padded_static_buffers_grow_the_trees_of_the_plain_path(text: str, sampling: dict[str, Any]) -> None:
+    """The graph's twin for trees: batches of changing size, limits and shapes in one set of buffers."""
+    shape, other = parse_tree(text), parse_tree("3,1,2")
+    assert shape is not None and other is not None
+    plain, padded = make(rows=8), make(rows=8)
+    padded.use_graphs([2, 4, 6], [shape, other])
+    for ids in ("abcd", "ba", "c", "dab", "abcd"):
+        batch = [request(rid, 10 + ord(rid) % 7, limit) for rid, limit in zip(ids, (3, 1, 0, 2), strict=False)]
+        params = row_params(ids, sampling)
+        assert same_trees(padded.propose_tree(batch, params, shape), plain.propose_tree(batch, params, shape))
+        plain.propose_tree(batch, params, other)
+        padded.propose_tree(batch, params, other)
+
+
+def test_a_tree_does_not_change_with_the_batch_around_it() -> None:
+    shape = parse_tree("2,3,2")
+    assert shape is not None
+    drafter = make(rows=8)
+    drafter.use_graphs([4], [shape])
+    alone = drafter.propose_tree([request("a", 30)], row_params("a", SAMPLING[1]), shape)
+    alone = first_trees(Tree.build(*(x.clone() for x in (alone.token_BT, alone.parent_BT, alone.depth_BT)), 3), 1)
+    batch = [request("a", 30), request("b", 3, 1), request("c", 17)]
+    beside = drafter.propose_tree(batch, row_params("abc", SAMPLING[1]), shape)
+    assert same_trees(first_trees(beside, 1), alone)
+
+
+def test_a_tree_loop_leaves_its_inputs_as_they_are() -> None:
+    """A graph's work runs several times before it is captured."""
+    shape = parse_tree("2,3,2")
+    assert shape is not None
+    drafter = make(rows=8)
+    tree = drafter.propose_tree([request("a", 30)], row_params("a", SAMPLING[0]), shape)
+    once = tree.token_BT.clone()
+    drafter.trees.runner.run(1, (shape, GREEDY))
+    assert torch.equal(tree.token_BT, once)
