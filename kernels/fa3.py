@@ -42,13 +42,12 @@ def _call(
 ) -> Any:
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
-    rounded: dict[str, torch.Tensor] = {}
     dtype = q_THD.dtype
     if k_SKD.dtype == torch.float8_e4m3fn:
-        # The kernel multiplies float8 by float8: the queries are rounded too, scaled so that the largest is the format's.
-        unit = q_THD.abs().amax().float().clamp_min(1e-12) / torch.finfo(k_SKD.dtype).max
-        q_THD = (q_THD / unit).to(k_SKD.dtype)
-        rounded = {"q_descale": unit.expand(len(plan), k_SKD.shape[1])}
+        # The kernel multiplies float8 by float8, so the queries are rounded too. Unscaled, as SGLang does it: a scale of the
+        # batch would let a row's result depend on the other rows, drafts among them.
+        most = torch.finfo(k_SKD.dtype).max
+        q_THD = q_THD.clamp(-most, most).to(k_SKD.dtype)
     found = flash_attn_with_kvcache(
         q=q_THD,
         k_cache=paged(k_SKD, plan.page_size),
@@ -60,7 +59,6 @@ def _call(
         softmax_scale=scale * kv_scales[0],
         causal=causal,
         return_softmax_lse=lse,
-        **rounded,
     )
     out_THD, *rest = found if lse else (found,)
     if kv_scales[1] != 1.0:

@@ -33,7 +33,8 @@ def hybrid_tree_attention(
         scale: factor of the scores.
         bits_TW: a tree's visibility, int64 bits a row (:mod:`longdraft.kernels.tree_bits`); None means a chain.
         backend: the prefix part's backend; None takes the fastest that is there. ``"torch"`` is the twin of the whole.
-        kv_scales: what a float8 cache's keys and values are to be multiplied by; the new tokens' own are not scaled.
+        kv_scales: what a float8 cache's keys and values are to be multiplied by. The new tokens' own are given unscaled, and
+            read as the cache keeps them: as plain decoding reads its newest token.
 
     Returns:
         Output ``[T, H, D]`` in the queries' dtype; zeros in a row for which both parts are empty.
@@ -42,5 +43,14 @@ def hybrid_tree_attention(
     if backend == "fa3" and bits_TW is None:
         return fa3_chain_attention(q_THD, k_SKD, v_SKD, plan, scale, kv_scales)
     prefix = prefix_attention(q_THD, k_SKD, v_SKD, plan, scale, backend, kv_scales)
+    k_TKD, v_TKD = (as_cached(x, k_SKD.dtype, s) for x, s in zip((k_TKD, v_TKD), kv_scales, strict=True))
     tree_backend = "torch" if backend == "torch" else "triton"
     return tree_attention(q_THD, k_TKD, v_TKD, plan, scale, bits_TW, onto=prefix, backend=tree_backend)[0]
+
+
+def as_cached(x_TKD: torch.Tensor, cache_dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """What a cache gives back of keys or values: rounded where it is float8, as they are elsewhere."""
+    if cache_dtype != torch.float8_e4m3fn:
+        return x_TKD
+    kept = (x_TKD if scale == 1.0 else x_TKD / scale).to(cache_dtype).to(x_TKD.dtype)
+    return kept if scale == 1.0 else kept * scale

@@ -3,6 +3,8 @@
 Legend: T new tokens, H query heads, K key/value heads, D head size.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 
 from longdraft.kernels.hybrid_attention import hybrid_tree_attention
+from longdraft.serve.cache_format import UNSCALED, Scales
 from longdraft.serve.spec_inputs import VerifyInput
 from longdraft.serve.static_plan import StaticPlan
 
@@ -21,7 +24,12 @@ class LongDraftAttention(AttentionBackend):
     needs_cpu_seq_lens = True
 
     def __init__(
-        self, stock: AttentionBackend, pool: Any, prefix_backend: str | None, table: torch.Tensor | None = None
+        self,
+        stock: AttentionBackend,
+        pool: Any,
+        prefix_backend: str | None,
+        table: torch.Tensor | None = None,
+        scales: Mapping[int, Scales] = MappingProxyType({}),
     ) -> None:
         """Wrap.
 
@@ -30,6 +38,7 @@ class LongDraftAttention(AttentionBackend):
             pool: the target's cache pool.
             prefix_backend: of :func:`hybrid_tree_attention`.
             table: SGLang's page table, for CUDA graphs.
+            scales: of the layers whose cache has any.
         """
         super().__init__()
         self.table = table
@@ -39,13 +48,14 @@ class LongDraftAttention(AttentionBackend):
         self.stock = stock
         self.pool = pool
         self.prefix_backend = prefix_backend
+        self.scales = scales
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["stock"], name)
 
     def sibling(self) -> "LongDraftAttention":
         """The same for graphs of another width, with static buffers of its own."""
-        made = LongDraftAttention(self.stock, self.pool, self.prefix_backend, self.table)
+        made = LongDraftAttention(self.stock, self.pool, self.prefix_backend, self.table, self.scales)
         made.captured_hidden, made.tree_widths = self.captured_hidden, self.tree_widths
         return made
 
@@ -102,17 +112,17 @@ class LongDraftAttention(AttentionBackend):
         k_TKD = k.view(-1, layer.tp_k_head_num, layer.head_dim)
         v_TKD = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         keys, values = self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id)
-        written, scales = (k_TKD, v_TKD), (1.0, 1.0)
-        if keys.dtype == torch.float8_e4m3fn and layer.k_scale is not None:
-            written = k_TKD.clone(), v_TKD.clone()  # the pool divides what it is given by the scales, in place
-            scales = layer.k_scale_float, layer.v_scale_float
-        self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), *written, layer.k_scale, layer.v_scale)
+        slots, scales = KVWriteLoc(forward_batch.out_cache_loc), self.scales.get(layer.layer_id)
+        if scales is None:
+            self.pool.set_kv_buffer(layer, slots, k_TKD, v_TKD)
+        else:  # the pool divides what it is given by the scales, in place
+            self.pool.set_kv_buffer(layer, slots, k_TKD.clone(), v_TKD.clone(), *scales)
         plan = forward_batch.spec_info.plan
         assert plan is not None, "a captured forward has its plan from the static buffers"
         out_THD = hybrid_tree_attention(
             *(q_THD, k_TKD, v_TKD, keys, values, plan, layer.scaling),
             forward_batch.spec_info.bits_TW,
             self.prefix_backend,
-            scales,
+            scales or UNSCALED,
         )
         return out_THD.reshape(out_THD.shape[0], -1)

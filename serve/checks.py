@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from longdraft.draft_models.checkpoint import check_draft, read_config
 from longdraft.draft_models.config import LongSpecConfig
 from longdraft.draft_models.eagle3_config import Eagle3Config, check_reach, rope_reach
@@ -11,6 +13,7 @@ from longdraft.draft_models.kinds import AnyConfig
 from longdraft.draft_models.target import TargetSpec
 from longdraft.draft_models.token_counts import TokenCounts
 from longdraft.errors import UserError
+from longdraft.serve.cache_format import CPU_BACKENDS
 from longdraft.serve.settings import ServeSettings, read_environment
 from longdraft.serve.target_layers import check_architecture
 from longdraft.serve.tree_shape import TreeShape, parse_tree
@@ -31,6 +34,7 @@ REFUSED = {
     "prefill_only_disable_kv_cache": "drafting needs the cache",
     "speculative_adaptive": "longdraft chooses its own depth",
     "dllm_algorithm": "a diffusion model has no next token",
+    "quantization_param_path": "SGLang scales what it writes to the cache by it, and not what it reads",
     "skip_tokenizer_init": "stop tokens come from the tokenizer",
 }
 REQUIRED_ONE = {
@@ -41,6 +45,10 @@ REQUIRED_ONE = {
 }
 
 PAGE_SIZES = (1, 16)
+ATTENTION = {
+    "cuda": ("fa3", "flashinfer", "triton"),
+    "cpu": CPU_BACKENDS,
+}  # device -> SGLang's backends that are known to fit
 
 
 def exit_on_user_error(check: Callable[[], object]) -> None:
@@ -73,12 +81,35 @@ def check_server_args(server_args: Any) -> None:
         raise UserError(
             f"--page-size {pages} does not work with LONGDRAFT (it is tested with pages of these sizes only): use {' or '.join(map(str, PAGE_SIZES))}"
         )
-    if server_args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"):
-        raise UserError(
-            f"--kv-cache-dtype {server_args.kv_cache_dtype} does not work with LONGDRAFT (verification reads the cache unscaled): use auto"
-        )
+    _check_attention(server_args)
     _check_shape(server_args, settings)
     _check_models(server_args, settings)
+
+
+def _check_attention(server_args: Any) -> None:
+    """SGLang's own attention, which runs the prefill, and the format of the cache that it shares with the verification."""
+    if (device := server_args.device) not in ATTENTION:
+        raise UserError(f"--device {device} does not work with LONGDRAFT: use {' or '.join(ATTENTION)}")
+    known = ATTENTION[device]
+    for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        if (backend := getattr(server_args, name)) not in (None, *known):
+            raise UserError(
+                f"--{name.replace('_', '-')} {backend} does not work with LONGDRAFT with --device {device}: "
+                f"use {' or '.join(known)}"
+            )
+    kept, dtype = server_args.kv_cache_dtype, getattr(server_args.get_model_config(), "dtype", None)
+    if kept in ("bf16", "bfloat16") and dtype != torch.bfloat16:
+        raise UserError(
+            f"--kv-cache-dtype {kept} does not work with LONGDRAFT for a target of {dtype} (queries and cache differ): use auto"
+        )
+    if kept not in ("auto", "bf16", "bfloat16", "fp8_e4m3"):
+        raise UserError(
+            f"--kv-cache-dtype {kept} does not work with LONGDRAFT (no kernel of the verification reads it): use fp8_e4m3 or auto"
+        )
+    if kept == "fp8_e4m3" and "intel_amx" in server_args.get_attention_backends():
+        raise UserError(
+            "--kv-cache-dtype fp8_e4m3 does not work with --attention-backend intel_amx: use --attention-backend torch_native"
+        )
 
 
 def _check_shape(server_args: Any, settings: ServeSettings) -> None:

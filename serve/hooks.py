@@ -105,7 +105,7 @@ def extend_attention(
     ):
         slots = req_to_token[row, :length]
         q, k, v = (
-            x.transpose(0, 1)[None]
+            x.to(query.dtype).transpose(0, 1)[None]
             for x in (query[start : start + width], gather_slots(k_cache, slots), gather_slots(v_cache, slots))
         )
         mask = torch.arange(length)[None] <= torch.arange(prefix, prefix + width)[:, None]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from longdraft.errors import UserError
+from longdraft.serve.cache_format import attention_layers
 
 
 def check_architecture(model_config: Any) -> None:
@@ -26,20 +27,17 @@ def check_architecture(model_config: Any) -> None:
 
 
 def check_layers(model: Any) -> None:
-    """Refuse attention layers that differ from plain grouped-query attention over a whole, unscaled cache.
+    """Refuse attention layers that differ from plain grouped-query attention over a whole cache.
 
     Raises:
         UserError: the first such layer, with what it has.
     """
-    for name, layer in model.named_modules():
-        if type(layer).__name__ != "RadixAttention":
-            continue
+    for name, layer in attention_layers(model):
         has = {
             "a sliding window": layer.sliding_window_size not in (None, -1),
             "capped logits": bool(layer.logit_cap),
             "cross-attention": layer.is_cross_attention,
             "keys and values of unequal size": layer.qk_head_dim != layer.v_head_dim,
-            "scaled keys": layer.k_scale is not None,
             "length-dependent scores": layer.xai_temperature_len > 0,
         }
         for what, present in has.items():

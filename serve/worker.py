@@ -14,6 +14,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.build_drafter import build_drafter
+from longdraft.serve.cache_format import cache_scales, verify_backend
 from longdraft.serve.observer import Observer
 from longdraft.serve.settings import read_environment
 from longdraft.serve.simulate import simulated
@@ -37,8 +38,10 @@ class LongDraftWorker(BaseSpecWorker):
         settings = read_environment()
         self._target_worker = target_worker
         self.runner = target_worker.model_runner
-        self.prefix_backend = None if settings.attention == "auto" else settings.attention
         check_layers(self.runner.model)
+        kept, backends = self.runner.kv_cache_dtype, server_args.get_attention_backends()
+        self.scales = cache_scales(self.runner.model, kept, backends)
+        self.prefix_backend = verify_backend(settings.attention, kept, backends[1], server_args.device)
         # The draft's memory is taken here, before SGLang sizes its cache pool.
         self.drafter = build_drafter(server_args, settings, self.runner)
         self.observer = Observer(self.drafter)
@@ -70,11 +73,11 @@ class LongDraftWorker(BaseSpecWorker):
         runner = self.runner
         table = runner.req_to_token_pool.req_to_token
         runner.attn_backend = LongDraftAttention(
-            runner.attn_backend, runner.token_to_kv_pool, self.prefix_backend, table
+            runner.attn_backend, runner.token_to_kv_pool, self.prefix_backend, table, self.scales
         )
         runner.attn_backend.captured_hidden = self.observer.capture
         runner.attn_backend.tree_widths = frozenset(shape.places for shape in self.shapes)
-        self.drafter.bind_pool(runner.token_to_kv_pool)
+        self.drafter.bind_pool(runner.token_to_kv_pool, self.scales)
 
     def init_cuda_graphs(self) -> None:
         """The draft's, at the sizes at which SGLang has just captured the target's verification; that of one row beside trees."""

@@ -4,13 +4,14 @@ Legend: T tokens, B requests, V vocabulary, A features of the observed target la
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from longdraft.kernels.tree import Tree
+from longdraft.serve.cache_format import Scales
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.tokens import Tokens
@@ -118,8 +119,8 @@ class Drafter(ABC):
             shapes: of the trees that will be asked for; none means chains.
         """
 
-    def bind_pool(self, pool: Any) -> None:  # noqa: B027
-        """The target's cache pool exists now; called once."""
+    def bind_pool(self, pool: Any, scales: Mapping[int, Scales]) -> None:  # noqa: B027
+        """The target's cache pool exists now, with the scales of its layers; called once."""
 
     def bind_target(self, embedding_VE: torch.Tensor, head_VE: torch.Tensor) -> None:  # noqa: B027
         """The target's embedding and head may be other tensors now."""

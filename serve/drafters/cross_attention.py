@@ -4,13 +4,20 @@ Legend: R query rows, H query heads of all layers, S cache slots, K key/value he
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import prefix_attention
 
-Cache = tuple[torch.Tensor, torch.Tensor]  # k_SKD, v_SKD
+
+class Cache(NamedTuple):
+    """Keys and values of one layer, and what they are to be multiplied by (of a float8 pool)."""
+
+    k_SKD: torch.Tensor
+    v_SKD: torch.Tensor
+    scales: tuple[float, float] = (1.0, 1.0)
 
 
 def read_layers(
@@ -26,7 +33,7 @@ def read_layers(
     """
     scale, heads = q_RHD.shape[-1] ** -0.5, q_RHD.shape[1] // len(layers)
     outs = [
-        prefix_attention(q.to(keys.dtype).contiguous(), keys, values, plan, scale, attention)[0].to(q_RHD.dtype)
-        for q, (keys, values) in zip(q_RHD.split(heads, 1), layers, strict=True)
+        prefix_attention(q.contiguous(), layer.k_SKD, layer.v_SKD, plan, scale, attention, layer.scales)[0]
+        for q, layer in zip(q_RHD.split(heads, 1), layers, strict=True)
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)

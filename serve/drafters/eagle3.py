@@ -14,7 +14,7 @@ of rejected drafts lie in slots that are written again before anything reads the
 Legend: B requests, T tokens, S cache slots, H query heads, K key/value heads, D head size, E hidden size, W page-list width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from longdraft.draft_models.tree_steps import Eagle3TreeStep
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import prefix_attention
 from longdraft.kernels.tree import Tree
+from longdraft.serve.cache_format import Scales
 from longdraft.serve.drafters.base import Computed, Drafter, DraftRequest, Pick
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
 from longdraft.serve.drafters.running import Running
@@ -58,7 +59,7 @@ class Eagle3Drafter(Drafter):
         self.host_lens: list[int] | None = None
         self.bound = False
 
-    def bind_pool(self, pool: Any) -> None:
+    def bind_pool(self, pool: Any, scales: Mapping[int, Scales]) -> None:
         self.allocate(pool.get_key_buffer(0).shape[0], pool.get_key_buffer(0).device)
 
     def allocate(self, slots: int, device: torch.device | str) -> None:

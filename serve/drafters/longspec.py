@@ -3,7 +3,7 @@
 Legend: B requests, W page-list width, H query heads, K key/value heads, D head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.transfer import to_device
 from longdraft.kernels.tree import Tree
+from longdraft.serve.cache_format import UNSCALED, Scales
 from longdraft.serve.drafters.base import Drafter, DraftRequest, Pick
 from longdraft.serve.drafters.cross_attention import Cache, read_layers
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
@@ -62,11 +63,16 @@ class LongSpecDrafter(Drafter):
         self.trees.use_graphs(sizes, shapes)
 
     def bind_cache(self, *layers: Cache) -> None:
-        """Keys and values of the layers that the draft reads, in place."""
+        """The layers that the draft reads, in place."""
         self.layers = list(layers)
 
-    def bind_pool(self, pool: Any) -> None:
-        self.bind_cache(*((pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in self.draft.config.cross_layers))
+    def bind_pool(self, pool: Any, scales: Mapping[int, Scales]) -> None:
+        self.bind_cache(
+            *(
+                Cache(pool.get_key_buffer(i), pool.get_value_buffer(i), scales.get(i, UNSCALED))
+                for i in self.draft.config.cross_layers
+            )
+        )
 
     def bind_target(self, embedding_VE: torch.Tensor, head_VE: torch.Tensor) -> None:
         self.draft.bind(embedding_VE, head_VE)

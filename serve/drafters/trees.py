@@ -145,7 +145,7 @@ class Eagle3Rows:
 
     def __init__(
         self,
-        cache: Cache,
+        cache: tuple[torch.Tensor, torch.Tensor],
         pages_BW: torch.Tensor,
         lens_B: torch.Tensor,
         window: int,

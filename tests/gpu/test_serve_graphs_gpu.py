@@ -12,6 +12,7 @@ from tiny import tiny_draft, tiny_eagle3, tiny_target
 from longdraft.kernels.hybrid_attention import hybrid_tree_attention
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.serve.drafters.base import Computed, DraftRequest
+from longdraft.serve.drafters.cross_attention import Cache
 from longdraft.serve.drafters.eagle3 import Eagle3Drafter
 from longdraft.serve.drafters.longspec import LongSpecDrafter
 from longdraft.serve.graph_runner import CudaGraphRunner
@@ -31,7 +32,7 @@ def longspec() -> Any:
     draft.bind(target.embedding_VE.cuda(), target.head_VE.cuda())
     drafter = LongSpecDrafter(draft, ROWS, STEPS, 64, 4, "triton")
     k, v = (torch.randn(ROWS * LENGTH, 2, 16, device="cuda") for _ in range(2))
-    drafter.bind_cache((k, v))
+    drafter.bind_cache(Cache(k, v))
     return drafter
 
 

@@ -1,4 +1,7 @@
-"""Pages of 16 slots change no token, whatever shares, ends or loses them, for chains, trees and both kinds of drafts (float32; S3)."""
+"""Pages of 16 slots change no token, whatever shares, ends or loses them, for chains, trees and both kinds of drafts (float32; S3).
+
+Over a float8 cache the tokens are those of plain decoding over one.
+"""
 
 import random
 from collections.abc import Iterator
@@ -28,17 +31,22 @@ def plain_one(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield server
 
 
+def drafting(draft: str, target: Path, folder: Path, arguments: list[str], slots: int = 20000) -> ServerProcess:
+    """``longdraft serve`` with one of :data:`DRAFTS`."""
+    train = train_tiny_eagle3 if draft.startswith("eagle3") else train_tiny_draft
+    given = ["--draft", str(train(target, folder / "draft")), *DRAFTS[draft], *arguments]
+    server = ServerProcess(target, given, folder / "log", STRICT, max_total_tokens=slots)
+    server.command[1:3] = ["-m", "longdraft.cli", "serve"]
+    server.command[:] = [w for w in server.command if w not in CPU_ARGUMENTS]
+    return server
+
+
 @pytest.fixture(scope="module", params=DRAFTS)
 def paged(request: Any, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """Little memory, so that requests are retracted and prefixes evicted; every step checks that no slot is lost."""
     folder = tmp_path_factory.mktemp(request.param)
-    train = train_tiny_eagle3 if request.param.startswith("eagle3") else train_tiny_draft
-    arguments = ["--draft", str(train(target, folder / "draft")), *DRAFTS[request.param], "--page-size", str(PAGE)]
-    arguments += ["--schedule-conservativeness", "0.05"]
-    server = ServerProcess(target, arguments, folder / "log", STRICT, max_total_tokens=SLOTS)
-    server.command[1:3] = ["-m", "longdraft.cli", "serve"]
-    server.command[:] = [w for w in server.command if w not in CPU_ARGUMENTS]
-    with server:
+    more = ["--page-size", str(PAGE), "--schedule-conservativeness", "0.05"]
+    with drafting(request.param, target, folder, more, SLOTS) as server:
         yield server
 
 
@@ -93,3 +101,36 @@ def test_a_batch_of_changing_size_keeps_drafts(paged: ServerProcess, plain_one: 
     assert [tokens(a) for a in answers] == want
     assert sum(counters(a)["accepted"] for a in answers[3:]) > 40, "the draft learned these prompts"
     assert paged.idle_slots() == SLOTS and paged.alive
+
+
+EIGHT = ["--kv-cache-dtype", "fp8_e4m3"]
+
+
+@pytest.fixture(scope="module")
+def plain_eight(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with ServerProcess(target, EIGHT, tmp_path_factory.mktemp("plain-eight") / "log") as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=DRAFTS)
+def eight(request: Any, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp(request.param + "-eight")
+    with drafting(request.param, target, folder, [*EIGHT, "--page-size", str(PAGE)]) as server:
+        yield server
+
+
+def test_a_float8_cache_gives_what_plain_decoding_over_one_gives(
+    eight: ServerProcess, plain_eight: ServerProcess, plain_one: ServerProcess
+) -> None:
+    """Alone, from the prefix cache and in a batch."""
+    prompts = [*KNOWN[:4], *(random_prompt(n, n) for n in (1, 40, 700))]
+    want = [tokens(plain_eight.generate(p, NEW)) for p in prompts]
+    assert want != [tokens(plain_one.generate(p, NEW)) for p in prompts], "the rounding was meant to show"
+    for _ in range(2):
+        answers = [eight.generate(p, NEW) for p in prompts]
+        assert [tokens(a) for a in answers] == want
+    assert sum(counters(a)["accepted"] for a in answers[:4]) > 0, "the draft learned texts that begin as these"
+    with ThreadPoolExecutor(7) as pool:
+        assert list(pool.map(lambda p: tokens(eight.generate(p, NEW)), prompts)) == want
+    text = eight.log.read_text()
+    assert eight.alive and "leak" not in text and "failed" not in text

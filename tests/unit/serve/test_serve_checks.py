@@ -21,6 +21,8 @@ from longdraft.serve.checks import REFUSED, REQUIRED_ONE, check_server_args
 from longdraft.serve.settings import ENVIRONMENT
 from longdraft.train.tiny_random import tiny_config
 
+METHODS = {"get_model_config", "get_attention_backends"}
+
 
 @pytest.fixture(autouse=True)
 def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,9 +30,12 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments(config: Any = None, context: int = 4096, **changes: Any) -> SimpleNamespace:
-    model = SimpleNamespace(hf_text_config=config or tiny_config("llama"), context_len=context)
+    model = SimpleNamespace(hf_text_config=config or tiny_config("llama"), context_len=context, dtype=torch.bfloat16)
     fields = {
         "device": "cpu",
+        "attention_backend": None,
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
         "disaggregation_mode": "null",
         "kv_cache_dtype": "auto",
         "speculative_num_steps": None,
@@ -43,7 +48,9 @@ def arguments(config: Any = None, context: int = 4096, **changes: Any) -> Simple
         ),
         "get_model_config": lambda: model,
     }
-    return SimpleNamespace(**{**fields, **changes})
+    made = SimpleNamespace(**{**fields, **changes})
+    made.get_attention_backends = lambda: ServerArgs.get_attention_backends(made)
+    return made
 
 
 def refused(args: SimpleNamespace) -> str:
@@ -77,7 +84,7 @@ def test_sizes_that_must_be_one(name: str) -> None:
 def test_every_checked_flag_is_one_of_this_sglang() -> None:
     """A renamed flag would be refused never."""
     known = {field.name for field in dataclasses.fields(ServerArgs)}
-    assert not (REFUSED.keys() | REQUIRED_ONE.keys() | arguments().__dict__.keys() - {"get_model_config"}) - known
+    assert not (REFUSED.keys() | REQUIRED_ONE.keys() | arguments().__dict__.keys() - METHODS) - known
 
 
 @pytest.mark.parametrize(
@@ -85,7 +92,29 @@ def test_every_checked_flag_is_one_of_this_sglang() -> None:
     [
         ({"disaggregation_mode": "prefill"}, r"--disaggregation-mode prefill .* leave it out"),
         ({"page_size": 32}, r"--page-size 32 .* use 1 or 16$"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, r"--kv-cache-dtype fp8_e4m3 .* use auto"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, r"--kv-cache-dtype fp8_e5m2 .* use fp8_e4m3 or auto$"),
+        ({"kv_cache_dtype": "fp4_e2m1"}, r"--kv-cache-dtype fp4_e2m1 .* use fp8_e4m3 or auto$"),
+        (
+            {"kv_cache_dtype": "fp8_e4m3", "attention_backend": "intel_amx"},
+            r"fp8_e4m3 .* intel_amx: use --attention-backend torch_native$",
+        ),
+        (
+            {"attention_backend": "triton"},
+            r"--attention-backend triton .* --device cpu: use torch_native or intel_amx$",
+        ),
+        (
+            {"device": "cuda", "attention_backend": "trtllm_mha"},
+            r"--attention-backend trtllm_mha .* --device cuda: use fa3 or flashinfer or triton$",
+        ),
+        (
+            {"device": "cuda", "attention_backend": "fa3", "prefill_attention_backend": "fa4"},
+            r"--prefill-attention-backend fa4 .* use fa3 or flashinfer or triton$",
+        ),
+        (
+            {"device": "cuda", "attention_backend": "fa3", "decode_attention_backend": "torch_native"},
+            r"--decode-attention-backend torch_native .* use fa3 or flashinfer or triton$",
+        ),
+        ({"device": "xpu"}, r"--device xpu .* use cuda or cpu$"),
         ({"speculative_num_steps": 0}, r"--speculative-num-steps 0 is out of range"),
         ({"speculative_num_steps": 101}, r"--speculative-num-steps 101 is out of range"),
         (
@@ -97,6 +126,23 @@ def test_every_checked_flag_is_one_of_this_sglang() -> None:
 )
 def test_values_that_do_not_work(changes: dict[str, Any], pattern: str) -> None:
     assert re.search(pattern, refused(arguments(**changes)))
+
+
+def test_a_cache_in_bfloat16_is_for_targets_in_bfloat16() -> None:
+    args = arguments(kv_cache_dtype="bf16")
+    check_server_args(args)
+    args.get_model_config().dtype = torch.float32
+    assert re.search(r"--kv-cache-dtype bf16 .* torch.float32 .*: use auto$", refused(args))
+
+
+@pytest.mark.parametrize("prefill", ["fa3", "flashinfer", "triton"])
+@pytest.mark.parametrize("decode", ["fa3", "flashinfer", "triton"])
+@pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("page", [1, 16])
+def test_attention_and_caches_of_a_card_that_work(prefill: str, decode: str, cache: str, page: int) -> None:
+    more = {"prefill_attention_backend": prefill, "decode_attention_backend": decode, "kv_cache_dtype": cache}
+    check_server_args(arguments(device="cuda", page_size=page, **more))
+    check_server_args(arguments(attention_backend="torch_native", kv_cache_dtype=cache, page_size=page))
 
 
 def test_the_default_chain_may_be_spelled_out() -> None:

@@ -48,7 +48,7 @@ def request() -> DraftRequest:
 
 def drafter() -> LongSpecDrafter:
     made = LongSpecDrafter(DRAFT, 2, STEPS, 64, 4, "torch")
-    made.bind_pool(Pool())
+    made.bind_pool(Pool(), {})
     return made
 
 

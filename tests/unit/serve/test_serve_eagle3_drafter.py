@@ -216,7 +216,7 @@ def test_the_pools_slots_are_the_drafters_first_ones() -> None:
     drafter = Eagle3Drafter(DRAFT, 2, STEPS, 64, 4, None)
     with pytest.raises(AssertionError, match="bind_pool"):
         drafter.propose([known("a", 3)], greedy)
-    drafter.bind_pool(SimpleNamespace(get_key_buffer=lambda layer: torch.zeros(17, 1, 1)))
+    drafter.bind_pool(SimpleNamespace(get_key_buffer=lambda layer: torch.zeros(17, 1, 1)), {})
     assert len(drafter.hidden_SE) == 17
     assert drafter.scratch.flatten().tolist() == list(range(17, 17 + 2 * STEPS))
 

@@ -14,6 +14,7 @@ from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.dense_attention import dense_attention
 from longdraft.kernels.tree import Tree
 from longdraft.serve.drafters.base import DraftRequest
+from longdraft.serve.drafters.cross_attention import Cache
 from longdraft.serve.drafters.inputs import GREEDY
 from longdraft.serve.drafters.longspec import ON_DEVICE, LongSpecDrafter
 from longdraft.serve.drafters.running import Running
@@ -36,7 +37,7 @@ def make(rows: int = 3, context: int = 64, sinks: int = 4) -> LongSpecDrafter:
     k, v = (torch.full((SLOTS * 2, 2, 16), float("nan")) for _ in range(2))
     for rid, seen in SEEN.items():
         k[PAGES[rid].long()], v[PAGES[rid].long()] = seen.k_TKD, seen.v_TKD
-    drafter.bind_cache((k, v))
+    drafter.bind_cache(Cache(k, v))
     return drafter
 
 

@@ -159,11 +159,13 @@ def test_a_bad_request_is_a_value_error_of_the_front_end() -> None:
     hooks.check_request(SamplingParams(custom_params={"longdraft": {"mode": "off"}}), 100)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_cpu_prefill_equals_the_stock_one(causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("causal", "cache"), [(True, torch.float32), (False, torch.float32), (True, torch.float8_e4m3fn)]
+)
+def test_the_cpu_prefill_equals_the_stock_one(causal: bool, cache: torch.dtype) -> None:
     """Two requests, one with a cached prefix; scattered slots."""
     g = torch.Generator().manual_seed(0)
-    k_cache, v_cache = (torch.randn(40, 2, 8, generator=g) for _ in range(2))
+    k_cache, v_cache = (torch.randn(40, 2, 8, generator=g).to(cache) for _ in range(2))
     table = torch.randperm(40, generator=g).view(2, 20).to(torch.int32)
     query = torch.randn(9, 4, 8, generator=g)
     lens, prefix = torch.tensor([5, 16]), torch.tensor([0, 12])

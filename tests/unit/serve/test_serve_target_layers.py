@@ -21,7 +21,6 @@ class RadixAttention(nn.Module):
             "is_cross_attention": False,
             "qk_head_dim": 64,
             "v_head_dim": 64,
-            "k_scale": None,
             "xai_temperature_len": -1,
         }
         self.__dict__.update({**plain, **changes})
@@ -42,7 +41,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logit_cap": 30.0}, "capped logits"),
     ({"is_cross_attention": True}, "cross-attention"),
     ({"v_head_dim": 32}, "unequal size"),
-    ({"k_scale": 1.0}, "scaled keys"),
     ({"xai_temperature_len": 8}, "length-dependent"),
 ]
 
