@@ -14,24 +14,29 @@ from longdraft.serve.drafters.eagle3 import Eagle3Drafter
 from longdraft.serve.drafters.longspec import LongSpecDrafter
 from longdraft.serve.drafters.lookup import LookupDrafter
 from longdraft.serve.settings import ServeSettings
+from longdraft.serve.target_weights import TargetWeights
 
 logger = logging.getLogger(__name__)
 
 
-def build_drafter(server_args: Any, settings: ServeSettings, runner: Any) -> Drafter:
+def build_drafter(server_args: Any, settings: ServeSettings, runner: Any, weights: TargetWeights) -> Drafter:
     """The draft that a folder holds where one is given, else lookup.
 
     Args:
         server_args: SGLang's arguments.
         settings: ours.
         runner: the target's model runner, weights loaded, no cache pool yet.
+        weights: what the target lends.
     """
     folder = server_args.speculative_draft_model_path
     if folder is None:
         return LookupDrafter(settings.lookup_min_match)
     target = TargetSpec.from_config(runner.model_config.hf_text_config)
-    embedding, head = runner.model.get_embed_and_head()
-    draft = load_draft(folder, target, dtype=runner.dtype, device=embedding.device).bind(embedding, head)
+    draft = load_draft(folder, target, dtype=runner.dtype, device=weights.embedding_VE.device)
+    if isinstance(draft, Eagle3Draft):
+        draft.bind(weights.embedding_VE)
+    else:
+        draft.bind(weights.embedding_VE, weights.head_VE)
     if any(not bool(torch.isfinite(p).all()) for p in draft.parameters()):
         logger.error(
             "longdraft: the draft in %s has weights that are not finite: answers stay right, nothing it drafts will be kept",

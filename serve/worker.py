@@ -21,6 +21,7 @@ from longdraft.serve.simulate import simulated
 from longdraft.serve.spec_inputs import DraftInput
 from longdraft.serve.target_graphs import TargetGraphs
 from longdraft.serve.target_layers import check_layers
+from longdraft.serve.target_weights import TargetWeights
 from longdraft.serve.tree_shape import parse_tree
 from longdraft.serve.tree_step import make_step
 
@@ -43,7 +44,8 @@ class LongDraftWorker(BaseSpecWorker):
         self.scales = cache_scales(self.runner.model, kept, backends)
         self.prefix_backend = verify_backend(settings.attention, kept, backends[1], server_args.device)
         # The draft's memory is taken here, before SGLang sizes its cache pool.
-        self.drafter = build_drafter(server_args, settings, self.runner)
+        self.weights = TargetWeights(self.runner.model, self.runner.dtype)
+        self.drafter = build_drafter(server_args, settings, self.runner, self.weights)
         self.observer = Observer(self.drafter)
         self.observer.ask(self.runner.model)
         self._reserve()
@@ -92,12 +94,13 @@ class LongDraftWorker(BaseSpecWorker):
         self._start_anew()
 
     def _start_anew(self) -> None:
-        """Forget every request; read the target's embedding and head again, since its weights may be new."""
+        """Forget every request; read the target's embedding and head again, which may be other tensors now."""
         self.drafter.clear()
-        self.drafter.bind_target(*self.runner.model.get_embed_and_head())
+        self.drafter.bind_target(self.weights)
 
     def update_weights_from_disk(self, request: Any) -> tuple[bool, str]:
         """The target has new weights in place; what the draft remembers of them is stale."""
+        self.weights.renew()
         self._start_anew()
         return True, "longdraft keeps its draft and forgets its state"
 
@@ -106,6 +109,7 @@ class LongDraftWorker(BaseSpecWorker):
 
     def update_weights_from_tensor(self, request: Any) -> tuple[bool, str]:
         result: tuple[bool, str] = self._target_worker.update_weights_from_tensor(request)
+        self.weights.renew()
         self._start_anew()
         return result
 

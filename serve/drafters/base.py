@@ -14,6 +14,7 @@ from longdraft.kernels.tree import Tree
 from longdraft.serve.cache_format import Scales
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.sampling.rows import RowParams
+from longdraft.serve.target_weights import TargetWeights
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.tree_shape import TreeShape
 
@@ -122,7 +123,7 @@ class Drafter(ABC):
     def bind_pool(self, pool: Any, scales: Mapping[int, Scales]) -> None:  # noqa: B027
         """The target's cache pool exists now, with the scales of its layers; called once."""
 
-    def bind_target(self, embedding_VE: torch.Tensor, head_VE: torch.Tensor) -> None:  # noqa: B027
+    def bind_target(self, weights: TargetWeights) -> None:  # noqa: B027
         """The target's embedding and head may be other tensors now."""
 
     def observe(self, computed: Computed) -> None:  # noqa: B027

@@ -32,6 +32,7 @@ from longdraft.serve.drafters.running import Running
 from longdraft.serve.drafters.trees import Eagle3Rows, TreeLoop
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
 from longdraft.serve.sampling.rows import RowParams
+from longdraft.serve.target_weights import TargetWeights
 from longdraft.serve.tree_shape import TreeShape
 
 
@@ -183,8 +184,8 @@ class Eagle3Drafter(Drafter):
         most = self.sinks + self.window
         return AttentionPlan.build(pages_BW, [min(n + step + 1, most) for n in self.host_lens], [1] * size)
 
-    def bind_target(self, embedding_VE: torch.Tensor, head_VE: torch.Tensor) -> None:
-        self.draft.bind(embedding_VE, head_VE)
+    def bind_target(self, weights: TargetWeights) -> None:
+        self.draft.bind(weights.embedding_VE)
         if self.bound:
             self.runner.forget()
             self.trees.runner.forget()

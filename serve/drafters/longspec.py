@@ -23,6 +23,7 @@ from longdraft.serve.drafters.running import Running
 from longdraft.serve.drafters.trees import TreeLoop, longspec_step
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
 from longdraft.serve.sampling.rows import RowParams
+from longdraft.serve.target_weights import TargetWeights
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.tree_shape import TreeShape
 
@@ -74,8 +75,8 @@ class LongSpecDrafter(Drafter):
             )
         )
 
-    def bind_target(self, embedding_VE: torch.Tensor, head_VE: torch.Tensor) -> None:
-        self.draft.bind(embedding_VE, head_VE)
+    def bind_target(self, weights: TargetWeights) -> None:
+        self.draft.bind(weights.embedding_VE, weights.head_VE)
         self.runner.forget()
         self.trees.runner.forget()
 

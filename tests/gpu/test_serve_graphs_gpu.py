@@ -81,7 +81,7 @@ def test_new_tensors_of_the_target_make_new_graphs() -> None:
     embedding, head = torch.randn(2, size.vocab_size, size.hidden_size, device="cuda")
     for each in (drafter, other):
         each.clear()
-        each.bind_target(embedding, head)
+        each.bind_target(SimpleNamespace(embedding_VE=embedding, head_VE=head))
     assert drafter.propose(batch(2, 50), params) == other.propose(batch(2, 50), params) != before
 
 

@@ -200,7 +200,7 @@ def test_what_could_not_be_observed_is_read_as_nothing() -> None:
 
 def test_an_updated_target_lends_its_new_embedding() -> None:
     drafter = make(tiny_eagle3(TARGET, draft_vocab_size=100, fc_norm=True))
-    drafter.bind_target(TARGET.embedding_VE.flip(0).contiguous(), TARGET.head_VE)
+    drafter.bind_target(SimpleNamespace(embedding_VE=TARGET.embedding_VE.flip(0).contiguous()))
     show(drafter, TEXTS["a"], PAGES["a"], 0, 20)
     assert drafter.propose([known("a", 20)], greedy) == [reference(TEXTS["a"], 20, drafter.draft)]
     assert reference(TEXTS["a"], 20, drafter.draft) != reference(TEXTS["a"], 20)
