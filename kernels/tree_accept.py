@@ -34,7 +34,7 @@ class Accepted:
 
 def torch_tree_accept(tree: Tree, choice_BT: torch.Tensor) -> Accepted:
     """The torch twin of :func:`tree_accept`."""
-    batch, count = tree.token_BT.shape
+    count = tree.token_BT.shape[1]
     hit_BT = tree.token_BT == choice_BT.gather(1, tree.parent_BT.clamp_min(0))
     hit_BT = (hit_BT & (tree.parent_BT >= 0)) | (tree.parent_BT == -1)
     missed_BTW = tree.bits_BTW & ~pack_bits(hit_BT)[:, None]
@@ -44,12 +44,19 @@ def torch_tree_accept(tree: Tree, choice_BT: torch.Tensor) -> Accepted:
     rank_BT = torch.where(kept_BT, tree.depth_BT * count + (count - 1 - at_T), -1)
     rank_BT[:, 0].clamp_min_(count - 1)  # a row without a root ends at place 0
     last_B1 = rank_BT.argmax(1, keepdim=True)
+    return path_to(tree, last_B1, choice_BT)
+
+
+def path_to(tree: Tree, last_B1: torch.Tensor, choice_BT: torch.Tensor) -> Accepted:
+    """What a verification keeps that ends at these nodes, int64 places."""
+    count = tree.token_BT.shape[1]
     count_B1 = tree.depth_BT.gather(1, last_B1)
     bits_B1W = tree.bits_BTW.gather(1, last_B1[..., None].expand(-1, -1, tree.bits_BTW.shape[2]))
     on_path_BT = unpack_bits(bits_B1W, count)[:, 0]
     # Places beside the path go to a column that is cut off.
     column_BT = torch.where(on_path_BT, tree.depth_BT, tree.depth + 1)
-    path_BD = last_B1.repeat(1, tree.depth + 2).scatter(1, column_BT, at_T.expand(batch, -1))
+    at_BT = torch.arange(count, device=choice_BT.device).expand_as(column_BT)
+    path_BD = last_B1.repeat(1, tree.depth + 2).scatter(1, column_BT, at_BT)
     path_BD1 = path_BD[:, : tree.depth + 1].contiguous()
     return Accepted(path_BD1, count_B1[:, 0], choice_BT.gather(1, last_B1)[:, 0], choice_BT.gather(1, path_BD1))
 

@@ -15,8 +15,9 @@ from longdraft.draft_models.token_counts import TokenCounts
 from longdraft.errors import UserError
 from longdraft.serve.cache_format import CPU_BACKENDS
 from longdraft.serve.settings import ServeSettings, read_environment
+from longdraft.serve.shape_costs import CostTable
 from longdraft.serve.target_layers import check_architecture
-from longdraft.serve.tree_shape import TreeShape, parse_tree
+from longdraft.serve.tree_shape import TreeShape, candidates, parse_tree
 
 # Flag of SGLang -> why it is refused. A flag counts as given when its value is truthy.
 REFUSED = {
@@ -115,9 +116,13 @@ def _check_attention(server_args: Any) -> None:
 def _check_shape(server_args: Any, settings: ServeSettings) -> None:
     """Steps and draft tokens must be those of the chain or the tree."""
     steps, drafted = server_args.speculative_num_steps, server_args.speculative_num_draft_tokens
-    if shape := parse_tree(settings.tree):
-        if server_args.speculative_draft_model_path is None:
-            raise UserError(f"tree={settings.tree!r} needs a draft: give one with --draft, or leave the tree out")
+    shape = parse_tree(settings.tree)
+    shapes = candidates(settings.tree, shape.depth if shape else steps or 4)
+    if shapes and server_args.speculative_draft_model_path is None:
+        raise UserError(f"tree={settings.tree!r} needs a draft: give one with --draft, or leave the tree out")
+    if settings.tree_costs is not None:
+        CostTable.load(settings.tree_costs, [each.name for each in shapes])
+    if shape is not None:
         for name, value, own in (("steps", steps, shape.depth), ("draft-tokens", drafted, shape.places)):
             if value not in (None, own):
                 raise UserError(
@@ -158,8 +163,8 @@ def _check_models(server_args: Any, settings: ServeSettings) -> None:
     target = TargetSpec.from_config(text)
     own = check_draft(folder, config, target).config
     _check_head(own, target, settings)
-    if shape is not None:
-        _check_tree(own, target, settings, shape)
+    for each in candidates(settings.tree, steps):
+        _check_tree(own, target, settings, each)
     if isinstance(own, Eagle3Config):
         # A request ends within the context, so drafts pass it only in a batch's padding; a stretched rotation is held to more.
         beyond = 0 if rope_reach(own.rope) is None else steps + 1

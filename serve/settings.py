@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from longdraft.errors import UserError
+from longdraft.errors import UserError, shown
 from longdraft.schema import Settings, nearest, validate
-from longdraft.serve.tree_shape import CHAIN, HELP, parse_tree
+from longdraft.serve.tree_shape import AUTO, CHAIN, HELP, parse_tree
 
 ENVIRONMENT = "LONGDRAFT_SETTINGS"
 REQUEST_KEY = "longdraft"
@@ -42,6 +42,10 @@ class ServeSettings(Settings):
         CHAIN,
         description=f"what is drafted: {HELP} (a tree's depth takes the place of the steps)",
     )
+    tree_costs: str | None = Field(
+        None,
+        description="file of what a round costs in each shape among which tree=auto chooses; None measures it at start, and logs it",
+    )
     lookup_min_match: int = Field(2, ge=1, description="shortest suffix match that the lookup drafter continues")
     attention: Literal["auto", "fa3", "flashinfer", "triton", "torch"] = Field(
         "auto", description="backend of the prefix part of verification; auto takes the first of these that is there"
@@ -58,6 +62,15 @@ class ServeSettings(Settings):
         if (self.draft_head_tokens is None) != (self.draft_head_counts is None):
             raise ValueError(
                 f"draft_head_tokens={self.draft_head_tokens} with draft_head_counts={self.draft_head_counts!r}: set both, or neither"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _costs_have_a_choice(self) -> "ServeSettings":
+        if self.tree_costs is not None and self.tree.partition(":")[0] != AUTO:
+            raise ValueError(
+                f"tree_costs={shown(self.tree_costs)} with tree={shown(self.tree)}, which leaves nothing to choose: leave it out, or "
+                "set tree to auto or auto:TREE"
             )
         return self
 

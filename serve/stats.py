@@ -1,6 +1,7 @@
 """Counters of a request, and their way into its response."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from longdraft.draft_models.acceptance import AcceptStats
@@ -10,16 +11,21 @@ KEY = "longdraft"
 
 @dataclass
 class RequestStats:
-    """Rounds (draft and verification) and target verifications of one request; failures are rounds without a usable draft."""
+    """Rounds (draft and verification) and target verifications of one request; failures are rounds without a usable draft; shapes are
+    how many rounds chose which, where there was a choice.
+    """
 
     mode: str
     accept: AcceptStats
     rounds: int = 0
     failures: int = 0
+    shapes: Counter[str] = field(default_factory=Counter)
 
     def summary(self) -> dict[str, Any]:
         """What the response's ``meta_info`` carries."""
+        chosen = {"shapes": dict(self.shapes)} if self.shapes else {}
         return {
+            **chosen,
             "mode": self.mode,
             "rounds": self.rounds,
             "target_verifications": self.accept.verifications,

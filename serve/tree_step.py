@@ -4,25 +4,30 @@ Legend: B requests, T places of a tree, D1 nodes of the deepest path.
 """
 
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from longdraft.kernels.transfer import to_device
 from longdraft.kernels.tree import Tree
-from longdraft.kernels.tree_accept import tree_accept
+from longdraft.kernels.tree_accept import Accepted, path_to, tree_accept
+from longdraft.kernels.tree_bits import unpack_bits
 from longdraft.serve import stats
 from longdraft.serve.decode_step import DecodeStep
 from longdraft.serve.device_step import DeviceStep
 from longdraft.serve.drafters.base import Drafter, DraftRequest
 from longdraft.serve.emission import emitted, room
 from longdraft.serve.sampling.rows import RowParams
+from longdraft.serve.shape_choice import ShapeChoice
 from longdraft.serve.simulate import simulated, simulated_acceptance
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.tree_shape import TreeShape
 from longdraft.serve.tree_verify import VerifiedTree, keep_paths, verify_tree
-from longdraft.serve.verify import Verified
+from longdraft.serve.verify import Verified, verify
 
 logger = logging.getLogger(__name__)
 
@@ -30,44 +35,46 @@ logger = logging.getLogger(__name__)
 class TreeStep(DecodeStep):
     """As :class:`DecodeStep`, with trees in place of chains; a step in which no request drafts is one of plain decoding."""
 
-    shape: TreeShape
+    choice: ShapeChoice
 
     def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        shape = self.choice.pick(len(batch.reqs))
+        limits = self._limits(batch, shape)
+        if self.choice.open:
+            for req in batch.reqs:
+                stats.attach(req, self.settings.mode).shapes[shape.name] += 1
         with self.clock.phase("draft"):
-            tree = self._grow(batch)
+            tree = self._grow(batch, shape, limits)
         if tree is None:
             return super()._run(batch)
         try:
             with self.clock.phase("verify"):
-                captured = self._graph_width(len(batch.reqs), tree.token_BT.shape[1]) is not None
-                seen = verify_tree(self.target_worker, batch, tree, self.observer, captured)
+                seen = self.verified(batch, tree, shape)
         except Exception:
             logger.exception("longdraft: a verification of trees failed, its requests go on without drafts")
             return super()._run(batch)
         with self.clock.phase("keep"):
-            return self._keep_trees(batch, tree, seen)
+            return self._keep_trees(batch, tree, seen, shape, limits)
 
     def _propose(self, batch: ScheduleBatch) -> list[list[int]]:
         """No chains: where there is no tree, requests decode plainly."""
-        for req in batch.reqs:
-            self.mode_of(req)
         return [[] for _ in batch.reqs]
 
-    def _grow(self, batch: ScheduleBatch) -> Tree | None:
-        """A tree of each request, the root alone for one that does not draft; None where none does, or where drafting fails."""
-        limits, requests = [], []
-        table = batch.req_to_token_pool.req_to_token
+    def _limits(self, batch: ScheduleBatch, shape: TreeShape) -> list[int]:
+        """How deep each request's drafts are of use; 0 for one that does not draft."""
+        limits = []
         for req in batch.reqs:
-            tokens = Tokens(req)
-            slots = req.kv_allocated_len - tokens.cached
-            drafting = self.mode_of(req) == "full" and slots >= self.shape.places and tokens.cached > 0
-            limits.append(max(0, min(self.shape.depth, room(req) - 1)) if drafting else 0)
-            requests.append(DraftRequest(req.rid, tokens, table[req.req_pool_idx, : tokens.cached], limits[-1]))
+            cached = Tokens(req).cached
+            drafting = self.mode_of(req) == "full" and req.kv_allocated_len - cached >= shape.places and cached > 0
+            limits.append(max(0, min(shape.depth, room(req) - 1)) if drafting else 0)
+        return limits
+
+    def _grow(self, batch: ScheduleBatch, shape: TreeShape, limits: list[int]) -> Tree | None:
+        """A tree of each request, the root alone for one that does not draft; None where none does, or where drafting fails."""
         if not any(limits):
             return None
         try:
-            params = RowParams.build(batch.reqs, [1] * len(requests), batch.seq_lens.device)
-            return self.drafter.propose_tree(requests, params, self.shape)
+            return self.grown(batch, shape, limits)
         except Exception:
             logger.exception("longdraft: the drafter failed, its requests go on without drafts for this step")
             self.drafter.clear()
@@ -76,9 +83,32 @@ class TreeStep(DecodeStep):
                     stats.attach(req, "full").failures += 1
             return None
 
-    def _keep_trees(self, batch: ScheduleBatch, tree: Tree, seen: VerifiedTree) -> GenerationBatchResult:
+    def grown(self, batch: ScheduleBatch, shape: TreeShape, limits: list[int]) -> Tree:
+        """The trees of a batch, not deeper than the limits."""
+        table, requests = batch.req_to_token_pool.req_to_token, []
+        for req, limit in zip(batch.reqs, limits, strict=True):
+            tokens = Tokens(req)
+            requests.append(DraftRequest(req.rid, tokens, table[req.req_pool_idx, : tokens.cached], limit))
+        params = RowParams.build(batch.reqs, [1] * len(requests), batch.seq_lens.device)
+        return self.drafter.propose_tree(requests, params, shape)
+
+    def verified(self, batch: ScheduleBatch, tree: Tree, shape: TreeShape) -> VerifiedTree:
+        """The target's verification of a batch's trees, in a graph where one holds them."""
+        captured = self._graph_width(len(batch.reqs), shape.places) is not None
+        return verify_tree(self.target_worker, batch, tree, self.observer, shape.chain, captured)
+
+    def undrafted(self, batch: ScheduleBatch) -> Verified:
+        """The target's verification of the newest tokens alone."""
+        everyone = list(range(len(batch.reqs)))
+        width = self._graph_width(len(everyone), 1)
+        return verify(self.target_worker, batch, everyone, [[] for _ in everyone], self.observer, width)
+
+    def _keep_trees(
+        self, batch: ScheduleBatch, tree: Tree, seen: VerifiedTree, shape: TreeShape, limits: list[int]
+    ) -> GenerationBatchResult:
         """Accept, return the runs, and leave the cache as plain decoding would."""
-        paths, gained, drafted = self._accepted(tree, seen.choice_BT)
+        paths, gained, drafted = self._accepted(tree, seen.choice_BT, limits)
+        self.choice.learn(shape, limits, [len(path) - 1 for path in paths])
         runs = []
         for req, path, run, count in zip(batch.reqs, paths, gained, drafted, strict=True):
             run = emitted(req, run)
@@ -100,41 +130,40 @@ class TreeStep(DecodeStep):
         kept = Verified(seen.choice_BT.flatten()[row_P], seen.logits_NV[row_P], cu)
         return self._result(batch, runs, kept)
 
-    def _accepted(self, tree: Tree, choice_BT: torch.Tensor) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    def _accepted(
+        self, tree: Tree, choice_BT: torch.Tensor, limits: list[int]
+    ) -> tuple[list[list[int]], list[list[int]], list[int]]:
         """Places of each kept path, the tokens gained (one for each place of it), and drafted nodes; read from the device at once."""
-        if simulated(self.settings.simulate_accept_length):
-            return self._simulated(tree, choice_BT)
-        kept, width = tree_accept(tree, choice_BT), tree.depth + 1
+        forced, width = self.settings.simulate_accept_length, tree.depth + 1
+        if simulated(forced):
+            kept = forced_path(tree, choice_BT, simulated_acceptance(limits, forced, width))
+        else:
+            kept = tree_accept(tree, choice_BT)
         drafted_B1 = tree.valid_BT.sum(1, keepdim=True) - 1
         facts = torch.cat([kept.count_B[:, None], drafted_B1, kept.path_BD1, kept.token_BD1], 1).tolist()
         paths = [f[2 : 3 + f[0]] for f in facts]
         return paths, [f[2 + width : 3 + width + f[0]] for f in facts], [f[1] for f in facts]
 
-    def _simulated(self, tree: Tree, choice_BT: torch.Tensor) -> tuple[list[list[int]], list[list[int]], list[int]]:
-        """Forced acceptance, for timing: a prefix of the path to the deepest node."""
-        parents, tokens, choices = tree.parent_BT.tolist(), tree.token_BT.tolist(), choice_BT.tolist()
-        paths: list[list[int]] = []
-        for depths, parent in zip(tree.depth_BT.where(tree.valid_BT, -1).tolist(), parents, strict=True):
-            node, path = depths.index(max(depths)), []
-            while node >= 0:
-                path.append(node)
-                node = parent[node]
-            paths.append(path[::-1])
-        most = [len(path) - 1 for path in paths]
-        counts = simulated_acceptance(most, self.settings.simulate_accept_length, tree.depth + 1)
-        paths = [path[: count + 1] for path, count in zip(paths, counts, strict=True)]
-        gained = [
-            [*(ids[place] for place in path[1:]), choice[path[-1]]]
-            for path, ids, choice in zip(paths, tokens, choices, strict=True)
-        ]
-        return paths, gained, (tree.valid_BT.sum(1) - 1).tolist()
+
+def forced_path(tree: Tree, choice_BT: torch.Tensor, counts: list[int]) -> Accepted:
+    """Forced acceptance, for timing: the first ``counts`` drafts of the path to each tree's deepest node."""
+    depth_BT = torch.where(tree.valid_BT, tree.depth_BT, -1)
+    deepest_B1 = depth_BT.argmax(1, keepdim=True)
+    bits_B1W = tree.bits_BTW.gather(1, deepest_B1[..., None].expand(-1, -1, tree.bits_BTW.shape[2]))
+    on_path_BT = unpack_bits(bits_B1W, tree.token_BT.shape[1])[:, 0]
+    count_B1 = torch.minimum(to_device(counts, torch.int64, choice_BT.device)[:, None], depth_BT.gather(1, deepest_B1))
+    last_B1 = (on_path_BT & (depth_BT == count_B1)).long().argmax(1, keepdim=True)
+    kept = path_to(tree, last_B1, choice_BT)
+    following_BD1 = torch.cat([kept.path_BD1[:, 1:], last_B1], 1)
+    drafted = torch.arange(tree.depth + 1, device=choice_BT.device) < count_B1
+    return replace(kept, token_BD1=torch.where(drafted, tree.token_BT.gather(1, following_BD1), kept.token_BD1))
 
 
-def make_step(shape: TreeShape | None, *args: Any) -> DecodeStep:
-    """The step of a server that drafts in this shape."""
-    if shape is None:
+def make_step(shapes: Sequence[TreeShape], *args: Any) -> DecodeStep:
+    """The step of a server that drafts in one of these shapes; in chains alone where there are none."""
+    if not shapes:
         drafter: Drafter = args[1]
         return DeviceStep(*args) if drafter.on_device else DecodeStep(*args)
     step = TreeStep(*args)
-    step.shape = shape
+    step.choice = ShapeChoice(shapes)
     return step

@@ -32,7 +32,12 @@ class VerifiedTree:
 
 
 def verify_tree(
-    target_worker: Any, batch: ScheduleBatch, tree: Tree, observer: Observer, captured: bool = False
+    target_worker: Any,
+    batch: ScheduleBatch,
+    tree: Tree,
+    observer: Observer,
+    chain: bool = False,
+    captured: bool = False,
 ) -> VerifiedTree:
     """Run the target over every request's tree; the node at place t writes to the request's t-th reserved slot.
 
@@ -41,6 +46,7 @@ def verify_tree(
         batch: the running batch. A tree has nodes besides its root only where there is a slot for every place.
         tree: of each request of the batch; places without a node write to slot 0, which nobody owns.
         observer: says what the forward must keep.
+        chain: whether each place of the trees stands behind the one before it, so that no bits are needed.
         captured: whether a CUDA graph of as many rows runs it: the attention backend's static buffers are its plan then.
     """
     reqs, device, table = batch.reqs, batch.seq_lens.device, batch.req_to_token_pool.req_to_token
@@ -50,7 +56,10 @@ def verify_tree(
     row_B = batch.req_pool_indices
     place_BT = (cached_B[:, None] + torch.arange(count, device=device)).clamp_max(table.shape[1] - 1)
     slot_BT = table[row_B[:, None], place_BT].long() * tree.valid_BT
-    plan = None if captured else AttentionPlan.build(table[row_B, : max(lengths)], lengths, [count] * len(reqs))
+    plan = None
+    if not captured:  # a chain's new tokens may be read from their slots; near a row's end its padding has none
+        pages_BW = torch.nn.functional.pad(table[row_B, : max(lengths) + count].int(), (0, count))
+        plan = AttentionPlan.build(pages_BW, lengths, [count] * len(reqs))
     # A place without a node reads nothing; it stands where its root does, within the context.
     position_BT = torch.where(tree.valid_BT, tree.position_BT(cached_B), cached_B[:, None])
     forward = ForwardBatch(
@@ -65,7 +74,7 @@ def verify_tree(
         out_cache_loc=slot_BT.flatten(),
         positions=position_BT.flatten(),
         spec_algorithm=batch.spec_algorithm,
-        spec_info=VerifyInput(plan, observer.capture, tree.bits_BTW.flatten(0, 1)),
+        spec_info=VerifyInput(plan, observer.capture, None if chain else tree.bits_BTW.flatten(0, 1)),
         capture_hidden_mode=observer.capture,
         sampling_info=batch.sampling_info,
         rids=[r.rid for r in reqs],

@@ -15,15 +15,17 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.build_drafter import build_drafter
 from longdraft.serve.cache_format import cache_scales, verify_backend
+from longdraft.serve.measure_costs import measured_costs
 from longdraft.serve.observer import Observer
 from longdraft.serve.settings import read_environment
+from longdraft.serve.shape_costs import CostTable
 from longdraft.serve.simulate import simulated
 from longdraft.serve.spec_inputs import DraftInput
 from longdraft.serve.target_graphs import TargetGraphs
 from longdraft.serve.target_layers import check_layers
 from longdraft.serve.target_weights import TargetWeights
-from longdraft.serve.tree_shape import parse_tree
-from longdraft.serve.tree_step import make_step
+from longdraft.serve.tree_shape import candidates
+from longdraft.serve.tree_step import TreeStep, make_step
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +52,9 @@ class LongDraftWorker(BaseSpecWorker):
         self.observer.ask(self.runner.model)
         self._reserve()
         stride = server_args.speculative_num_draft_tokens
-        shape = parse_tree(settings.tree)
-        self.shapes = [] if shape is None else [shape]
-        self.step = make_step(shape, target_worker, self.drafter, self.observer, settings, stride)
+        self.shapes = candidates(settings.tree, server_args.speculative_num_steps)
+        self.most, self.costs = server_args.max_running_requests, settings.tree_costs
+        self.step = make_step(self.shapes, target_worker, self.drafter, self.observer, settings, stride)
         if simulated(settings.simulate_accept_length):
             logger.warning("longdraft: acceptance is simulated, the text is wrong: for benchmarks only")
 
@@ -78,17 +80,34 @@ class LongDraftWorker(BaseSpecWorker):
             runner.attn_backend, runner.token_to_kv_pool, self.prefix_backend, table, self.scales
         )
         runner.attn_backend.captured_hidden = self.observer.capture
-        runner.attn_backend.tree_widths = frozenset(shape.places for shape in self.shapes)
+        runner.attn_backend.tree_widths = frozenset(shape.places for shape in self.shapes if not shape.chain)
         self.drafter.bind_pool(runner.token_to_kv_pool, self.scales)
 
     def init_cuda_graphs(self) -> None:
-        """The draft's, at the sizes at which SGLang has just captured the target's verification; that of one row beside trees."""
+        """The draft's, at the sizes at which SGLang has just captured the target's verification; beside trees those of a round
+        without drafts too, and of every shape among which there is a choice.
+        """
         made = self.runner.decode_cuda_graph_runner
         if made is not None and hasattr(made, "capture_bs"):
             self.step.graphs = graphs = TargetGraphs(self.runner, made)
-            if self.shapes:
-                graphs.add(1)
-            self.drafter.use_graphs(made.capture_bs, self.shapes)
+            for width in sorted({1, *(shape.places for shape in self.shapes)} if self.shapes else ()):
+                graphs.add(width)
+            self.drafter.use_graphs(made.capture_bs, [shape for shape in self.shapes if shape.depth])
+        if isinstance(self.step, TreeStep) and self.step.choice.open:
+            self._price(self.step)
+
+    def _price(self, step: TreeStep) -> None:
+        """What each shape costs, given or measured; where it cannot be measured, the last shape is drafted."""
+        try:
+            with torch.no_grad():
+                step.choice.costs = (
+                    CostTable.load(self.costs, list(step.choice.shapes))
+                    if self.costs is not None
+                    else measured_costs(step, self.runner, self.most)
+                )
+            logger.info("longdraft: costs of a round by shape: %s", step.choice.costs.dump())
+        except Exception:
+            logger.exception("longdraft: the shapes' costs could not be measured, nothing is chosen")
 
     def clear_cache_pool(self) -> None:
         self._start_anew()

@@ -1,5 +1,7 @@
 """Tree steps over a made-up target that reads its text back from the cache: any tree gives the target's own tokens."""
 
+import itertools
+import random
 import zlib
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from grown_tree import random_tree
 from serve_fakes import BareRequest, PieceTokenizer
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -18,9 +21,10 @@ from longdraft.serve.drafters.base import Computed, Drafter, DraftRequest, Pick
 from longdraft.serve.observer import Observer
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.settings import ServeSettings
+from longdraft.serve.shape_costs import CostTable
 from longdraft.serve.tokens import Tokens
-from longdraft.serve.tree_shape import TreeShape, parse_tree
-from longdraft.serve.tree_step import TreeStep, make_step
+from longdraft.serve.tree_shape import TreeShape, candidates
+from longdraft.serve.tree_step import TreeStep, forced_path, make_step
 
 VOCAB, COLUMNS, SLOTS = 8, 96, 400
 SHAPES = ["3,4,4,2", "1,1,1", "2", "eagle2:4,3,12", "eagle2:2,3,3"]
@@ -68,7 +72,7 @@ class Target:
             text, ids = self.pool.key[slots].tolist(), fb.input_ids[rows]
             for t in range(count):
                 path = ids[mask[t]].tolist()
-                if path:  # else a place without a node
+                if path and (t == 0 or fb.out_cache_loc[rows][t]):  # else a place without a node
                     assert fb.positions[rows][t] == cached + len(path) - 1
                     logits[rows.start + t, next_of(text + path)] = 1
         hidden = fb.input_ids[:, None].float() if self.features else None
@@ -125,11 +129,12 @@ class World:
         order = 1 + torch.randperm(SLOTS - 1, generator=torch.Generator().manual_seed(1))
         self.table = order[: COLUMNS * 4].view(4, COLUMNS).int()
         self.target = Target(self.table, drafter.observed_layers is not None)
-        parsed = parse_tree(shape)
-        assert parsed is not None
-        args = (self.target, drafter, Observer(drafter), ServeSettings(tree=shape, **changes), parsed.places)
-        self.step, self.reqs, self.drafter = make_step(parsed, *args), reqs, drafter
-        assert isinstance(self.step, TreeStep)
+        shapes = candidates(shape, 3)
+        stride = max(s.places for s in shapes)
+        args = (self.target, drafter, Observer(drafter), ServeSettings(tree=shape, **changes), stride)
+        step = make_step(shapes, *args)
+        assert isinstance(step, TreeStep)
+        self.step, self.reqs, self.drafter = step, reqs, drafter
         for row, req in enumerate(reqs):
             req.req_pool_idx = row
             slots = self.table[row, : Tokens(req).cached].long()
@@ -300,8 +305,59 @@ def test_simulated_acceptance_keeps_a_prefix_of_a_path() -> None:
     assert 2.2 < stats.attach(world.reqs[0], "full").accept.tau < 3.8
 
 
+@pytest.mark.parametrize("bonus", [0.0, 1.5, 99.0])
+@pytest.mark.parametrize("params", [{}, {"frequency_penalty": 1.5}], ids=str)
+def test_any_choice_of_shapes_gives_the_targets_own_tokens(bonus: float, params: dict[str, Any]) -> None:
+    """Another shape every round, plain decoding among them; what was chosen is counted."""
+    world, flat = (
+        World("auto:3,4,2", fresh(**params), TreeDrafter(bonus)),
+        World("1", fresh(**params), TreeDrafter(-99.0)),
+    )
+    turns = itertools.cycle(world.step.choice.shapes.values())
+    world.step.choice.pick = lambda batch: next(turns)  # type: ignore[method-assign]
+    world.run()
+    flat.run()
+    assert tokens_of(world) == tokens_of(flat)
+    for req in world.reqs:
+        summary = stats.attach(req, "full").summary()
+        assert sum(summary["shapes"].values()) == summary["rounds"]
+        assert set(summary["shapes"]) <= {"chain0", "chain1", "chain2", "chain3", "3,4,2"}
+    assert "shapes" not in stats.attach(flat.reqs[0], "full").summary(), "where there is no choice none is counted"
+    rates = world.step.choice.rates
+    assert rates.tried["chain"][0] > 0 and rates.tried["3,4,2"][0] > 0
+    assert params or (rates.kept["chain"][0] == rates.tried["chain"][0]) == (bonus == 99.0)
+
+
+def test_a_server_that_chooses_settles_on_what_pays() -> None:
+    """An oracle's drafts are worth their cost; where a round costs as much a token, none are."""
+    for ms, best in (((10.0, 11.0, 12.0, 13.0, 30.0), "chain3"), ((10.0, 21.0, 32.0, 43.0, 60.0), "chain0")):
+        reqs = [make_request("a", [1, 2], max_new_tokens=60, ignore_eos=True)]
+        world = World("auto:2,2,2", reqs, TreeDrafter(99.0))
+        names = list(world.step.choice.shapes)
+        world.step.choice.costs = CostTable((1,), {name: (cost,) for name, cost in zip(names, ms, strict=True)})
+        world.run()
+        assert stats.attach(reqs[0], "full").shapes == {best: stats.attach(reqs[0], "full").rounds}
+
+
+def test_forced_paths_are_prefixes_of_the_way_to_the_deepest_node() -> None:
+    tree = random_tree(6, 12, VOCAB, random.Random(3))
+    choice_BT = torch.randint(0, VOCAB, (6, 12))
+    parents, depths = tree.parent_BT.tolist(), torch.where(tree.valid_BT, tree.depth_BT, -1).tolist()
+    for count in range(4):
+        kept = forced_path(tree, choice_BT, [count] * 6)
+        for b in range(6):
+            way = [depths[b].index(max(depths[b]))]
+            while parents[b][way[0]] >= 0:
+                way.insert(0, parents[b][way[0]])
+            want = way[: count + 1]
+            assert int(kept.count_B[b]) == len(want) - 1
+            assert kept.path_BD1[b, : len(want)].tolist() == want
+            gained = [*(int(tree.token_BT[b, place]) for place in want[1:]), int(choice_BT[b, want[-1]])]
+            assert kept.token_BD1[b, : len(want)].tolist() == gained
+
+
 def test_chains_keep_their_step() -> None:
     drafter = TreeDrafter(0.0)
     target = Target(torch.zeros(1, 1))
-    step: Callable[..., Any] = type(make_step(None, target, drafter, Observer(drafter), ServeSettings(), 5))
+    step: Callable[..., Any] = type(make_step([], target, drafter, Observer(drafter), ServeSettings(), 5))
     assert step.__name__ == "DecodeStep"
