@@ -38,8 +38,8 @@ def measured_costs(step: TreeStep, runner: Any, most: int) -> CostTable:
     found: dict[str, list[float]] = {name: [] for name in step.choice.shapes}
     try:
         for size in batches:
-            spread = torch.arange(size * context, device=device).view(size, context) % slots
-            table[1 : size + 1, :context] = spread.to(table.dtype)
+            slot_BW = 1 + torch.arange(size * context, device=device).view(size, context) % (slots - 1)
+            table[1 : size + 1, :context] = slot_BW.to(table.dtype)
             batch = _batch(size, context, step.stride, runner)
             for name, shape in step.choice.shapes.items():
                 found[name].append(_milliseconds(_round(step, batch, shape), repeats, on_card))

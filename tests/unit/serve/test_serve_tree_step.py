@@ -18,6 +18,7 @@ from longdraft.kernels.tree import Tree
 from longdraft.kernels.tree_bits import unpack_bits
 from longdraft.serve import stats
 from longdraft.serve.drafters.base import Computed, Drafter, DraftRequest, Pick
+from longdraft.serve.measure_costs import measured_costs
 from longdraft.serve.observer import Observer
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.settings import ServeSettings
@@ -326,6 +327,27 @@ def test_any_choice_of_shapes_gives_the_targets_own_tokens(bonus: float, params:
     rates = world.step.choice.rates
     assert rates.tried["chain"][0] > 0 and rates.tried["3,4,2"][0] > 0
     assert params or (rates.kept["chain"][0] == rates.tried["chain"][0]) == (bonus == 99.0)
+
+
+def test_costs_are_measured_without_a_trace() -> None:
+    """Positive times for every shape, none of which the served code fails on; the page table and the drafter are as before."""
+    world = World("auto:2,2", [], TreeDrafter(0.0))
+    world.table[:] = 0
+    world.target.pool.key, world.target.pool.value = (
+        torch.zeros(SLOTS).long(),
+        torch.arange(SLOTS) - 1,
+    )  # the position of each of a probe's tokens
+    runner: Any = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=world.table), token_to_kv_pool=world.target.pool, device="cpu",
+        spec_algorithm=None,
+    )  # fmt: skip
+    assert isinstance(world.step, TreeStep)
+    costs = measured_costs(world.step, runner, 1)
+    assert (costs.batches, list(costs.ms)) == ((1,), ["chain0", "chain1", "chain2", "chain3", "2,2"])
+    assert all(ms > 0 for row in costs.ms.values() for ms in row)
+    assert not world.table.any()
+    assert world.drafter.cleared == 1
+    assert world.drafter.told == []
 
 
 def test_a_server_that_chooses_settles_on_what_pays() -> None:
