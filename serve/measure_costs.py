@@ -13,6 +13,7 @@ import torch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from longdraft.kernels.tree_accept import tree_accept
+from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.shape_costs import CostTable
 from longdraft.serve.tree_shape import TreeShape
 from longdraft.serve.tree_step import TreeStep
@@ -76,8 +77,9 @@ def _round(step: TreeStep, batch: Any, shape: TreeShape) -> Callable[[], None]:
         step.undrafted(batch).choices()
 
     def drafted() -> None:
-        tree = step.grown(batch, shape, [shape.depth] * len(batch.reqs))
-        tree_accept(tree, step.verified(batch, tree, shape).choice_BT).count_B.tolist()
+        params = RowParams.build(batch.reqs, [1] * len(batch.reqs), batch.seq_lens.device)
+        tree = step.grown(batch, shape, [shape.depth] * len(batch.reqs), params)
+        tree_accept(tree, step.verified(batch, tree, shape, params).choice_BT).count_B.tolist()
 
     return drafted if shape.depth else plain
 

@@ -43,13 +43,14 @@ class TreeStep(DecodeStep):
         if self.choice.open:
             for req in batch.reqs:
                 stats.attach(req, self.settings.mode).shapes[shape.name] += 1
+        params = RowParams.build(batch.reqs, [1] * len(limits), batch.seq_lens.device)
         with self.clock.phase("draft"):
-            tree = self._grow(batch, shape, limits)
+            tree = self._grow(batch, shape, limits, params)
         if tree is None:
             return super()._run(batch)
         try:
             with self.clock.phase("verify"):
-                seen = self.verified(batch, tree, shape)
+                seen = self.verified(batch, tree, shape, params)
         except Exception:
             logger.exception("longdraft: a verification of trees failed, its requests go on without drafts")
             return super()._run(batch)
@@ -69,12 +70,12 @@ class TreeStep(DecodeStep):
             limits.append(max(0, min(shape.depth, room(req) - 1)) if drafting else 0)
         return limits
 
-    def _grow(self, batch: ScheduleBatch, shape: TreeShape, limits: list[int]) -> Tree | None:
+    def _grow(self, batch: ScheduleBatch, shape: TreeShape, limits: list[int], params: RowParams) -> Tree | None:
         """A tree of each request, the root alone for one that does not draft; None where none does, or where drafting fails."""
         if not any(limits):
             return None
         try:
-            return self.grown(batch, shape, limits)
+            return self.grown(batch, shape, limits, params)
         except Exception:
             logger.exception("longdraft: the drafter failed, its requests go on without drafts for this step")
             self.drafter.clear()
@@ -83,19 +84,18 @@ class TreeStep(DecodeStep):
                     stats.attach(req, "full").failures += 1
             return None
 
-    def grown(self, batch: ScheduleBatch, shape: TreeShape, limits: list[int]) -> Tree:
+    def grown(self, batch: ScheduleBatch, shape: TreeShape, limits: list[int], params: RowParams) -> Tree:
         """The trees of a batch, not deeper than the limits."""
         table, requests = batch.req_to_token_pool.req_to_token, []
         for req, limit in zip(batch.reqs, limits, strict=True):
             tokens = Tokens(req)
             requests.append(DraftRequest(req.rid, tokens, table[req.req_pool_idx, : tokens.cached], limit))
-        params = RowParams.build(batch.reqs, [1] * len(requests), batch.seq_lens.device)
         return self.drafter.propose_tree(requests, params, shape)
 
-    def verified(self, batch: ScheduleBatch, tree: Tree, shape: TreeShape) -> VerifiedTree:
+    def verified(self, batch: ScheduleBatch, tree: Tree, shape: TreeShape, params: RowParams) -> VerifiedTree:
         """The target's verification of a batch's trees, in a graph where one holds them."""
         captured = self._graph_width(len(batch.reqs), shape.places) is not None
-        return verify_tree(self.target_worker, batch, tree, self.observer, shape.chain, captured)
+        return verify_tree(self.target_worker, batch, tree, params, self.observer, shape.chain, captured)
 
     def undrafted(self, batch: ScheduleBatch) -> Verified:
         """The target's verification of the newest tokens alone."""

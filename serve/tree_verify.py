@@ -15,8 +15,8 @@ from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.tree import Tree
 from longdraft.serve.drafters.base import Computed
 from longdraft.serve.observer import Observer
-from longdraft.serve.sampling.penalties import penalised
-from longdraft.serve.sampling.target_choice import target_choice
+from longdraft.serve.sampling.rows import RowParams
+from longdraft.serve.sampling.target_choice import process_logits
 from longdraft.serve.spec_inputs import VerifyInput
 from longdraft.serve.tokens import Tokens
 
@@ -35,6 +35,7 @@ def verify_tree(
     target_worker: Any,
     batch: ScheduleBatch,
     tree: Tree,
+    params: RowParams,
     observer: Observer,
     chain: bool = False,
     captured: bool = False,
@@ -45,6 +46,7 @@ def verify_tree(
         target_worker: SGLang's target worker.
         batch: the running batch. A tree has nodes besides its root only where there is a slot for every place.
         tree: of each request of the batch; places without a node write to slot 0, which nobody owns.
+        params: how each request chooses, one row a request.
         observer: says what the forward must keep.
         chain: whether each place of the trees stands behind the one before it, so that no bits are needed.
         captured: whether a CUDA graph of as many rows runs it: the attention backend's static buffers are its plan then.
@@ -82,10 +84,9 @@ def verify_tree(
     )
     output = target_worker.forward_batch_generation(batch=None, forward_batch=forward, is_verify=True).logits_output
     aux_NA = observer.take(output)
-    drafts, parents = [[0] * (count - 1)] * len(reqs), None
-    if any(penalised(r) or r.grammar is not None for r in reqs):  # these follow the tokens, which waits for the device
-        drafts, parents = tree.token_BT[:, 1:].tolist(), tree.parent_BT[:, 1:].tolist()
-    choice_N, logits_NV = target_choice(output.next_token_logits, reqs, drafts, position_BT.flatten(), parents)
+    unread = [[0] * (count - 1)] * len(reqs)
+    logits_NV = process_logits(output.next_token_logits, reqs, unread, tree)
+    choice_N = params.repeat(count).choose(logits_NV, position_BT.flatten())
     return VerifiedTree(choice_N.view(-1, count), logits_NV, aux_NA, slot_BT)
 
 

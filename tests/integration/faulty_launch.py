@@ -20,7 +20,7 @@ def sometimes_raising(self: Any, requests: Any, pick: Any) -> Any:
     return propose(self, requests, pick)
 
 
-def once_raising(logits: Any, reqs: Any, drafts: Any, parents: Any = None) -> Any:
+def once_raising(logits: Any, reqs: Any, drafts: Any, tree: Any = None) -> Any:
     calls["choice"] += 1
     if calls["choice"] % 7 == 0 and any(drafts):
         raise RuntimeError("planted: a drafted verification fails")
@@ -28,7 +28,7 @@ def once_raising(logits: Any, reqs: Any, drafts: Any, parents: Any = None) -> An
         raise RuntimeError("planted: every verification of this request fails")
     if any(r.sampling_params.max_new_tokens == 33 for r in reqs):
         raise RuntimeError("planted: not even the first token of this request can be chosen")
-    return process(logits, reqs, drafts, parents)
+    return process(logits, reqs, drafts, tree)
 
 
 longspec.LongSpecDrafter.propose = sometimes_raising  # type: ignore[method-assign]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from serve_fakes import plain_request
+from serve_fakes import plain_request, row_params
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
 from longdraft.kernels.plan import AttentionPlan
@@ -147,6 +147,9 @@ def test_metadata_of_a_replay_fills_the_captured_plan_in_place() -> None:
     assert captured.spec_info.plan.slots(0, 22).tolist() == TABLE[3, :22].tolist()
 
 
+PLAIN = row_params("abcd", {"temperature": 0.0})
+
+
 def trees(seed: int) -> Tree:
     """Random trees of the stride's places, of which some hold no node; the third request, at its row's end, has its root alone."""
     draw = torch.Generator().manual_seed(seed)
@@ -168,10 +171,10 @@ def test_trees_over_static_bits_are_chosen_as_trees_alone(seed: int) -> None:
     target, tree = OneLayerTarget(TEXTS), trees(seed)
     target.backend.tree_widths = frozenset({STRIDE})
     target.backend.init_cuda_graph_state(MOST, MOST * STRIDE)
-    verify_tree(target, batch_of(TEXTS), trees(seed + 10), Observer(LookupDrafter(2)), captured=True)
-    seen = verify_tree(target, batch_of(TEXTS), tree, Observer(LookupDrafter(2)), captured=True)
+    verify_tree(target, batch_of(TEXTS), trees(seed + 10), PLAIN, Observer(LookupDrafter(2)), captured=True)
+    seen = verify_tree(target, batch_of(TEXTS), tree, PLAIN, Observer(LookupDrafter(2)), captured=True)
     plain = OneLayerTarget(TEXTS)
-    alone = verify_tree(plain, batch_of(TEXTS), tree, Observer(LookupDrafter(2)))
+    alone = verify_tree(plain, batch_of(TEXTS), tree, PLAIN, Observer(LookupDrafter(2)))
     real_N = tree.valid_BT.flatten()
     assert seen.choice_BT[tree.valid_BT].tolist() == alone.choice_BT[tree.valid_BT].tolist()
     torch.testing.assert_close(seen.logits_NV[real_N], alone.logits_NV[real_N])

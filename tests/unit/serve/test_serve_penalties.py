@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from grown_tree import tree_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serve_fakes import PieceTokenizer, plain_request
@@ -17,7 +18,7 @@ from sglang.srt.sampling.penaltylib import (
     BatchedRepetitionPenalizer,
 )
 
-from longdraft.serve.sampling.penalties import apply_penalties, penalised
+from longdraft.serve.sampling.penalties import apply_penalties, penalise_tree, penalised
 
 VOCAB = 8
 
@@ -119,5 +120,6 @@ def test_a_trees_rows_are_penalised_by_their_own_paths() -> None:
     req = plain_request([4, 1], frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=1.3, min_new_tokens=4)
     logits = torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(3))
     want = torch.stack([of_sglang(logits[row], req, [4, 1, *path]) for row, path in enumerate(paths)])
-    apply_penalties(logits, req, drafts, parents)
+    tree = tree_of([[1, *drafts]], [[-1, *parents]])
+    penalise_tree(logits, req, tree.token_BT[0], tree.bits_BTW[0], tree.depth_BT[0])
     torch.testing.assert_close(logits[:6], want, rtol=1e-5, atol=1e-5)
