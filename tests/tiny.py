@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from longdraft.draft_models.config import LongSpecConfig, LongSpecSettings
 from longdraft.draft_models.eagle3 import Eagle3Draft
@@ -11,6 +12,8 @@ from longdraft.draft_models.eagle3_config import Eagle3Config, Eagle3Settings
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.train.target import FrozenTarget
 from longdraft.train.tiny_random import byte_tokenizer, tiny_random_model
+
+OF_THE_FAMILY = {"model_type", "architectures", "layer_types", "transformers_version"}
 
 
 def tiny_model(family: str, folder: str | Path, seed: int = 0, **changes: Any) -> Path:
@@ -60,3 +63,16 @@ def _show_everything(draft: torch.nn.Module) -> None:
     with torch.no_grad():
         for weight in draft.parameters():
             weight.normal_(std=0.2) if weight.dim() > 1 else weight.add_(0.2 * torch.randn_like(weight))
+
+
+def tiny_moe(folder: str | Path, seed: int = 0, layers: int = 5) -> Path:
+    """A tiny ``qwen3_moe`` of 8 experts, 2 for a token, as :func:`tiny_model` writes its families."""
+    dense = tiny_random_model("qwen3", seed).config.to_dict()
+    shared = {name: dense[name] for name in Qwen3MoeConfig().to_dict().keys() & dense.keys() - OF_THE_FAMILY}
+    sparse = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    config = Qwen3MoeConfig(**{**shared, **sparse, "num_hidden_layers": layers, "tie_word_embeddings": False})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return Path(folder)
