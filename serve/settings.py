@@ -48,7 +48,9 @@ class ServeSettings(Settings):
     )
     lookup_min_match: int = Field(2, ge=1, description="shortest suffix match that the lookup drafter continues")
     attention: Literal["auto", "fa3", "flashinfer", "triton", "torch"] = Field(
-        "auto", description="backend of the prefix part of verification; auto takes the first of these that is there"
+        "auto",
+        description="backend of the prefix part of verification; auto takes the first of these that is "
+        "there (over a float8 cache fa3 only where SGLang decodes with it)",
     )
     simulate_accept_length: float | None = Field(
         None, ge=1, description="benchmarks only: force this mean accept length (bonus in); the text is wrong"
