@@ -28,6 +28,7 @@ def propose_chain(
     cross_attend: CrossAttend,
     choose: Choose = argmax_choice,
     logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    newest_BF: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Draft ``steps`` tokens for each request, ``[B, steps]`` int64.
 
@@ -40,6 +41,7 @@ def propose_chain(
         cross_attend: attention of ``[B, H, D]`` queries over each request's target cache.
         choose: the draft's pick from its logits, given the position of the token that it read.
         logits: the head; None takes the draft's full head.
+        newest_BF: of the draft's ``read_newest`` for the target's key T - 1 of each request.
     """
     draft = state.draft
     token_B, drafted = root_B, []
@@ -49,7 +51,7 @@ def propose_chain(
         def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at_B: torch.Tensor = at_B) -> torch.Tensor:
             return state.attend(row_B, at_B, q, k, v)
 
-        hidden_BE = draft(token_B, at_B, self_attend, cross_attend)
+        hidden_BE = draft(token_B, at_B, self_attend, cross_attend, draft.behind(newest_BF, step + 1))
         token_B = choose((logits or draft.logits)(hidden_BE), at_B, step)
         drafted.append(token_B)
     return torch.stack(drafted, 1)

@@ -32,6 +32,12 @@ class LongSpecSettings(BaseModel):
         ge=1,
         description="the cross-attention's query heads for each cached key head; None: as many as the target's",
     )
+    newest_lags: int = Field(
+        0,
+        ge=0,
+        description="read the newest cached row of the cross layers directly too, with an offset for each of so many lags; 0: no "
+        "(LongSpec has none)",
+    )
     final_norm: bool = Field(False, description="RMS norm before the head (LongSpec has none)")
     head_tokens: int | None = Field(
         None,

@@ -68,7 +68,9 @@ class LongSpecDrafting(Drafting):
             for name in ("keys", "values")
         )
         at = torch.tensor([self.length], device=root.device)
-        return propose_chain(self.state, self.row, root, at, steps, self.reader.begin(keys, values))[0]
+        newest_BF = self.draft.read_newest(keys[-1:], values[-1:], at - 1)
+        cross_attend = self.reader.begin(keys, values)
+        return propose_chain(self.state, self.row, root, at, steps, cross_attend, newest_BF=newest_BF)[0]
 
 
 class Eagle3Drafting(Drafting):

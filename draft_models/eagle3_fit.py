@@ -24,8 +24,8 @@ import torch
 
 from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.eagle3_ttt import forward_ttt
+from longdraft.draft_models.regression import Regression
 
-RIDGE = 1e-2  # share of a feature's mean square that is added to the diagonal
 SHARPNESS = 12.0  # score of a row's own key at the start; of another token's about a tenth to a third of it
 
 
@@ -41,31 +41,6 @@ class Eagle3FitBatch:
     hidden_TE: torch.Tensor
 
 
-class _Regression:
-    """Ridge regression from sums; each input has its own scale."""
-
-    def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
-        self.gram_FF = torch.zeros(inputs, inputs, device=device)
-        self.moment_FE = torch.zeros(inputs, outputs, device=device)
-
-    def add(self, x_NF: torch.Tensor, want_NE: torch.Tensor) -> None:
-        x_NF = x_NF.float()
-        self.gram_FF += x_NF.t() @ x_NF
-        self.moment_FE += x_NF.t() @ want_NE.float()
-
-    def scale(self) -> torch.Tensor:
-        """``[F]`` norm of each input over all rows; 1 for one that is always zero."""
-        size_F = self.gram_FF.diagonal().sqrt()
-        return torch.where(size_F > 0, size_F, 1.0)
-
-    def solve(self) -> torch.Tensor:
-        """``[E, F]``, as a linear layer's weight."""
-        size_F = self.scale()
-        scaled_FF = self.gram_FF / size_F / size_F[:, None]
-        scaled_FF.diagonal().add_(RIDGE)
-        return (torch.linalg.solve(scaled_FF, self.moment_FE / size_F[:, None]) / size_F[:, None]).t()
-
-
 @torch.no_grad()
 def fit_eagle3(draft: Eagle3Draft, batches: Callable[[], Iterable[Eagle3FitBatch]]) -> int:
     """Fit ``fc`` with its norms, the attention and the MLP's output projection.
@@ -79,7 +54,7 @@ def fit_eagle3(draft: Eagle3Draft, batches: Callable[[], Iterable[Eagle3FitBatch
     """
     layer, hidden = draft.midlayer, draft.config.target.hidden_size
     device, rows = draft.fc.weight.device, 0
-    linear = _Regression(draft.fc.in_features + hidden, hidden, device)
+    linear = Regression(draft.fc.in_features + hidden, hidden, device)
     for batch in batches():
         token_NE = layer.input_layernorm(draft.embed(batch.id_T[batch.row_N + 1]))
         linear.add(torch.cat([draft.features(batch.aux_TA[batch.row_N]), token_NE], -1), _wanted(draft, batch))
@@ -95,7 +70,7 @@ def fit_eagle3(draft: Eagle3Draft, batches: Callable[[], Iterable[Eagle3FitBatch
     draft.fc.weight.copy_(by_feature_EA)
     _read_own_token(draft, by_token_EE)
 
-    rest, seen = _Regression(layer.mlp.down_proj.in_features, hidden, device), dict[str, torch.Tensor]()
+    rest, seen = Regression(layer.mlp.down_proj.in_features, hidden, device), dict[str, torch.Tensor]()
     hooks = [
         layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args: seen.update(residual=args[0])),
         layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: seen.update(features=args[0])),

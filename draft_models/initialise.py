@@ -14,6 +14,7 @@ import torch
 
 from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.regression import Regression
 
 
 @torch.no_grad()
@@ -103,9 +104,7 @@ def fit_to_hidden(draft: LongSpecDraft, batches: Iterable[FitBatch]) -> int:
     try:
         for run, target_TE, row_N in batches:
             run()
-            want_NE = target_TE[row_N].float()
-            if draft.final_norm is not None:  # what the norm is to turn into the target's rows
-                want_NE = want_NE / draft.final_norm.weight.float()
+            want_NE = _wanted(draft, target_TE[row_N])
             feature_NI = seen["features"][row_N].float()
             gram_II += feature_NI.t() @ feature_NI
             moment_IE += feature_NI.t() @ (want_NE - seen["residual"][row_N].float())
@@ -117,3 +116,43 @@ def fit_to_hidden(draft: LongSpecDraft, batches: Iterable[FitBatch]) -> int:
         gram_II.diagonal().add_(RIDGE * gram_II.diagonal().mean())
         draft.mlp.down_proj.weight.copy_(torch.linalg.solve(gram_II, moment_IE).t())
     return rows
+
+
+@torch.no_grad()
+def fit_newest_row(draft: LongSpecDraft, batches: Iterable[FitBatch]) -> None:
+    """Set the projection of the newest cached row to the ridge regression on it of what the rest leaves of the target's rows.
+
+    Its norm's weights bring each feature to a mean square of 1: keys have some a hundred times as large as most, for which one size
+    of a step would be too large.
+
+    Args:
+        draft: that reads the newest row, changed in place; bound to its target, its MLP not fitted yet.
+        batches: as :func:`fit_to_hidden` takes them.
+    """
+    newest = draft.newest
+    assert newest is not None
+    newest.proj.weight.zero_()
+    regression = Regression(newest.proj.in_features, newest.proj.out_features, newest.proj.weight.device)
+    rows, seen = 0, dict[str, torch.Tensor]()
+    hooks = [
+        newest.proj.register_forward_pre_hook(lambda _, args: seen.update(features=args[0])),
+        draft.mlp_norm.register_forward_pre_hook(lambda _, args: seen.update(residual=args[0])),
+    ]
+    try:
+        for run, target_TE, row_N in batches:
+            run()
+            rest_NE = _wanted(draft, target_TE[row_N]) - seen["residual"][row_N].float()
+            regression.add(seen["features"][row_N], rest_NE)
+            rows += len(row_N)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if rows:
+        size_F = regression.scale() / rows**0.5
+        newest.norm.weight.div_(size_F)
+        newest.proj.weight.copy_(regression.solve() * size_F)
+
+
+def _wanted(draft: LongSpecDraft, target_NE: torch.Tensor) -> torch.Tensor:
+    """``[N, E]``, float32, what the draft's last norm, where it has one, is to turn into the target's rows."""
+    return target_NE.float() if draft.final_norm is None else target_NE.float() / draft.final_norm.weight.float()

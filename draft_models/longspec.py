@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from longdraft.draft_models.config import LongSpecConfig
+from longdraft.draft_models.newest_row import NewestRow, lagged_rows
 from longdraft.draft_models.rope import Rotary
 from longdraft.errors import UserError
 from longdraft.kernels.linear_cross_entropy import IGNORED
@@ -81,6 +82,7 @@ class LongSpecDraft(nn.Module):
         self.config = config
         self.self_norm = nn.RMSNorm(t.hidden_size, eps=t.rms_norm_eps)
         self.self_attn = SelfAttention(config)
+        self.newest = NewestRow(config) if config.settings.newest_lags else None
         self.cross_norm = nn.RMSNorm(t.hidden_size, eps=t.rms_norm_eps)
         self.cross_attn = CrossAttention(config)
         self.mlp_norm = nn.RMSNorm(t.hidden_size, eps=t.rms_norm_eps)
@@ -172,7 +174,12 @@ class LongSpecDraft(nn.Module):
         return self.rotary(attn.heads(x_TE, attn.k_proj), position_T), attn.heads(x_TE, attn.v_proj)
 
     def forward(
-        self, id_T: torch.Tensor, position_T: torch.Tensor, self_attend: SelfAttend, cross_attend: CrossAttend
+        self,
+        id_T: torch.Tensor,
+        position_T: torch.Tensor,
+        self_attend: SelfAttend,
+        cross_attend: CrossAttend,
+        newest_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden rows before the head, ``[T, E]``.
 
@@ -181,6 +188,7 @@ class LongSpecDraft(nn.Module):
             position_T: their positions; queries and keys are rotated there.
             self_attend: attention of rotated ``q, k, v`` of these tokens over whatever the window holds.
             cross_attend: attention of rotated queries over the target's cache.
+            newest_TE: of :meth:`behind`.
         """
         h_TE = self.embed(id_T)
         x_TE = self.self_norm(h_TE)
@@ -189,10 +197,27 @@ class LongSpecDraft(nn.Module):
         k = self.rotary(attn.heads(x_TE, attn.k_proj), position_T)
         v = attn.heads(x_TE, attn.v_proj)
         h_TE = h_TE + attn.o_proj(self_attend(q, k, v).flatten(-2))
+        if newest_TE is not None:
+            h_TE = h_TE + newest_TE
         q = self.rotary(self.cross_attn.query(self.cross_norm(h_TE)), position_T)
         h_TE = h_TE + self.cross_attn.o_proj(cross_attend(q).flatten(-2))
         h_TE = h_TE + self.mlp(self.mlp_norm(h_TE))
         return h_TE if self.final_norm is None else self.final_norm(h_TE)
+
+    def read_newest(self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor | None:
+        """Features ``[T, F]`` of cached rows; None for a draft that does not read the newest one directly.
+
+        Args:
+            k_TKD, v_TKD: cached rows of ``config.cross_layers``, their key heads side by side.
+            position_T: where the keys were rotated.
+        """
+        if self.newest is None:
+            return None
+        return self.newest.features(k_TKD, v_TKD, position_T, self.rotary)
+
+    def behind(self, newest_TF: torch.Tensor | None, lag: int) -> torch.Tensor | None:
+        """What the newest cached row adds, ``[T, E]``, to rows that stand ``lag`` tokens behind it; None as :meth:`read_newest`."""
+        return None if newest_TF is None or self.newest is None else self.newest(newest_TF, lag)
 
     def forward_packed(
         self,
@@ -219,11 +244,15 @@ class LongSpecDraft(nn.Module):
         """
         views = views or [None] * (len(cu) - 1)
         keys, values = target_k_TKD.detach(), target_v_TKD.detach()
+        newest_TF = self.read_newest(keys, values, position_T)
+        if newest_TF is not None:
+            newest_TF = lagged_rows(newest_TF, cu, lag)
         return self(
             id_T,
             position_T,
             lambda q, k, v: packed_causal_attention(q, k, v, cu, self.config.settings.window),
             lambda q: view_attention(q, keys.to(q.dtype), values.to(q.dtype), cu, lag, views),
+            self.behind(newest_TF, lag),
         )
 
     @property

@@ -81,6 +81,7 @@ class LongSpecTreeStep:
         cross_attend: attention of rotated ``[B, M, H, D]`` queries over each request's target cache.
         runs: nodes that the draft runs on in this round, the root among them.
         backend: of the attention over the ring, as :func:`prefix_attention` takes it.
+        newest_BF: of the draft's ``read_newest`` for the newest cached token of each request.
     """
 
     def __init__(
@@ -91,7 +92,9 @@ class LongSpecTreeStep:
         cross_attend: Callable[[torch.Tensor], torch.Tensor],
         runs: int,
         backend: str | None = None,
+        newest_BF: torch.Tensor | None = None,
     ) -> None:
+        self.newest_BF = newest_BF
         self.state, self.row_B, self.position_B = state, row_B, position_B
         self.cross_attend, self.backend = cross_attend, backend
         self.scale = state.k.shape[3] ** -0.5
@@ -110,7 +113,9 @@ class LongSpecTreeStep:
         def cross(q_THD: torch.Tensor) -> torch.Tensor:
             return self.cross_attend(q_THD.unflatten(0, shape)).flatten(0, 1)
 
-        hidden_TE = draft(nodes.token_BM.flatten(), position_T, self_attend, cross)
+        newest_TF = None if self.newest_BF is None else self.newest_BF.repeat_interleave(shape[1], 0)
+        newest_TE = draft.behind(newest_TF, nodes.depth + 1)
+        hidden_TE = draft(nodes.token_BM.flatten(), position_T, self_attend, cross, newest_TE)
         return draft.draft_logits(hidden_TE).unflatten(0, shape)
 
     def _ring(self, nodes: Frontier, q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from longdraft.draft_models.checkpoint import load_draft
 from longdraft.draft_models.config import LongSpecConfig
 from longdraft.draft_models.eagle3 import Eagle3Draft
-from longdraft.draft_models.initialise import FitBatch, fit_to_hidden, initialise_from_target
+from longdraft.draft_models.initialise import FitBatch, fit_newest_row, fit_to_hidden, initialise_from_target
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.newest_key import Keys, newest_key_queries, start_at_newest_key
 from longdraft.errors import UserError
@@ -86,6 +86,10 @@ def fit(
         return 0
     if settings.draft.newest_heads:
         _fit_newest_heads(draft, target, settings, corpus, limit, group)
+    if draft.newest is not None:
+        if group.rank == 0:
+            fit_newest_row(draft, _batches(draft, target, settings, corpus, limit))
+        share_first(group, [draft.newest.norm.weight, draft.newest.proj.weight])
     rows = fit_to_hidden(draft, _batches(draft, target, settings, corpus, limit)) if group.rank == 0 else 0
     share_first(group, [draft.mlp.down_proj.weight])
     return int(group.totals(rows)[0])

@@ -1,6 +1,6 @@
 """Cross-attention of a LongSpec draft over the target's cache pools, read in place.
 
-Legend: R query rows, H query heads of all layers, S cache slots, K key/value heads, D head size.
+Legend: B requests, R query rows, W page-list width, F features, H query heads of all layers, S cache slots, K key/value heads, D head size.
 """
 
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import prefix_attention
 
@@ -37,3 +38,38 @@ def read_layers(
         for q, layer in zip(q_RHD.split(heads, 1), layers, strict=True)
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+
+def newest_rows(
+    draft: LongSpecDraft,
+    layers: Sequence[Cache],
+    pages_BW: torch.Tensor,
+    lens_B: torch.Tensor,
+    position_B: torch.Tensor,
+) -> torch.Tensor | None:
+    """Features ``[B, F]`` of the newest cached token of each request, zeros where there is none; None as the draft's ``read_newest``.
+
+    Args:
+        draft: that reads them.
+        layers: as in :func:`read_layers`.
+        pages_BW, lens_B: slots that the draft sees, the newest last, int32.
+        position_B: of the token behind it.
+    """
+    if draft.newest is None:
+        return None
+    slot_B = pages_BW.gather(1, (lens_B - 1).clamp_min(0).long()[:, None]).squeeze(1).long()
+    dtype = draft.newest.proj.weight.dtype
+    keys, values = (
+        torch.cat([_rows(x, slot_B).to(dtype) * scale for x, scale in read], 1)
+        for read in zip(*(((c.k_SKD, c.scales[0]), (c.v_SKD, c.scales[1])) for c in layers), strict=True)
+    )
+    newest_BF = draft.read_newest(keys, values, position_B - 1)
+    assert newest_BF is not None
+    return newest_BF.where(lens_B[:, None] > 0, 0)
+
+
+def _rows(cache_SKD: torch.Tensor, slot_B: torch.Tensor) -> torch.Tensor:
+    """Slots of a cache; not every device gathers float8."""
+    if cache_SKD.dtype.itemsize > 1:
+        return cache_SKD[slot_B]
+    return cache_SKD.view(torch.uint8)[slot_B].view(cache_SKD.dtype)

@@ -17,7 +17,7 @@ from longdraft.kernels.transfer import to_device
 from longdraft.kernels.tree import Tree
 from longdraft.serve.cache_format import UNSCALED, Scales
 from longdraft.serve.drafters.base import Drafter, DraftRequest, Pick
-from longdraft.serve.drafters.cross_attention import Cache, read_layers
+from longdraft.serve.drafters.cross_attention import Cache, newest_rows, read_layers
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.drafters.trees import TreeLoop, longspec_step
@@ -152,6 +152,7 @@ class LongSpecDrafter(Drafter):
             self.steps,
             cross_attend,
             lambda logits, at, step: given.pick(logits, at, variant),
+            newest_BF=newest_rows(self.draft, self.layers, given.pages_BW[:size], given.lens_B[:size], position_B),
         )
         # The others are in the ring since they were read; refused ones are replaced before anything sees them.
         self.state.store(row_B, drafted_BK[:, -1], position_B + self.steps)

@@ -20,7 +20,7 @@ from longdraft.kernels.prefix_attention import prefix_attention
 from longdraft.kernels.tree import Tree
 from longdraft.kernels.tree_bits import words
 from longdraft.serve.drafters.base import DraftRequest
-from longdraft.serve.drafters.cross_attention import Cache, read_layers
+from longdraft.serve.drafters.cross_attention import Cache, newest_rows, read_layers
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
 from longdraft.serve.sampling.rows import RowParams
@@ -129,7 +129,8 @@ def longspec_step(
         plan = rows_plan(size, q_BMHD.shape[1], q_BMHD.device, pages_BW, lens_B)
         return read_layers(q_BMHD.flatten(0, 1), layers, plan, attention).view_as(q_BMHD)
 
-    return LongSpecTreeStep(state, row_B, position_B, cross_attend, runs, attention)
+    newest_BF = newest_rows(state.draft, layers, pages_BW, lens_B, position_B)
+    return LongSpecTreeStep(state, row_B, position_B, cross_attend, runs, attention, newest_BF)
 
 
 class Eagle3Rows:

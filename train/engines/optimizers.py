@@ -7,7 +7,7 @@ import torch
 
 from longdraft.train.config import OptimSettings
 
-HEADS = {"lm_head.weight"}  # a draft's weights whose rows are tokens
+HEADS = {"lm_head.weight", "newest.lag_offset.weight"}  # a draft's weights whose rows are tokens, or lags
 
 
 def build_optimizers(

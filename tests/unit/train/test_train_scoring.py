@@ -12,7 +12,9 @@ PROMPT, NEW, STEPS = 37, 40, 4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("kind", ["longspec", "longspec view", "longspec layers", "eagle3", "eagle3 window"])
+@pytest.mark.parametrize(
+    "kind", ["longspec", "longspec view", "longspec layers", "longspec newest", "eagle3", "eagle3 window"]
+)
 def test_the_walk_is_the_reference_decoders(family: str, kind: str) -> None:
     target = tiny_target(family, num_hidden_layers=4)
     view = View(24, 4, 20, 1) if kind.endswith("view") else None
@@ -25,6 +27,7 @@ def test_the_walk_is_the_reference_decoders(family: str, kind: str) -> None:
             draft.fc.weight[:, -target.spec.hidden_size :].copy_(torch.eye(target.spec.hidden_size))
     else:
         own = {"cross_layers": [0, 2, 3], "cross_group": 1} if kind.endswith("layers") else {}
+        own |= {"newest_lags": 2, "cross_layers": [1, 3]} if kind.endswith("newest") else {}
         draft = tiny_draft(target, window=16, **own)  # type: ignore[assignment]
     ids = torch.randint(0, 256, (PROMPT,), generator=torch.Generator().manual_seed(3)).tolist()
     answer = greedy_decode(target.model, ids, NEW + STEPS + 1)

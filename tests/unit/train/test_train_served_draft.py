@@ -44,14 +44,17 @@ def chain_logits(draft: LongSpecDraft, ids: torch.Tensor, seen: Capture, root: i
         return dense_attention(q, seen.k_TKD[:root], seen.v_TKD[:root], q.shape[-1] ** -0.5)[0]
 
     row, at = torch.tensor([0]), torch.tensor([root])
-    propose_chain(state, row, ids[root : root + 1], at, max(LAGS), cross_attend, follow_the_text)
+    newest = draft.read_newest(seen.k_TKD[root - 1 : root], seen.v_TKD[root - 1 : root], at - 1)
+    root_1, steps = ids[root : root + 1], max(LAGS)
+    propose_chain(state, row, root_1, at, steps, cross_attend, follow_the_text, newest_BF=newest)
     return heard
 
 
 @pytest.mark.parametrize("lag", LAGS)
-def test_a_row_sees_no_target_key_younger_than_its_lag(lag: int) -> None:
+@pytest.mark.parametrize("newest_lags", [0, 3])
+def test_a_row_sees_no_target_key_younger_than_its_lag(lag: int, newest_lags: int) -> None:
     """Noisy causality: keys and values at rows above t - lag change nothing, the one at t - lag does (D1)."""
-    _, draft, ids, seen = case("llama")
+    _, draft, ids, seen = case("llama", newest_lags=newest_lags)
     t = 20
     before = trained(draft, ids, seen, lag)[t]
     for first_changed, same in ((t - lag + 1, True), (t - lag, False)):
@@ -78,7 +81,9 @@ def test_slicing_equals_a_dense_mask_within_documents(lag: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"final_norm": True, "qkv_bias": True, "cross_q_norm": True}], ids=["plain", "options"]
+    "settings",
+    [{}, {"final_norm": True, "qkv_bias": True, "cross_q_norm": True}, {"newest_lags": 3}],
+    ids=["plain", "options", "newest"],
 )
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_training_at_lag_p_equals_the_served_draft_at_depth_p_minus_1(family: str, settings: dict[str, object]) -> None:
@@ -115,8 +120,9 @@ def test_old_tokens_matter_only_through_the_target() -> None:
         assert torch.equal(before, trained(draft, changed, seen, 1)[t]) is same
 
 
-def test_packed_documents_train_as_if_alone() -> None:
-    target, draft, ids, _ = case("llama")
+@pytest.mark.parametrize("newest_lags", [0, 3])
+def test_packed_documents_train_as_if_alone(newest_lags: int) -> None:
+    target, draft, ids, _ = case("llama", newest_lags=newest_lags)
     cu = [0, 7, 25, LENGTH]
     position = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(cu)])
     packed = trained(draft, ids, target.capture(ids, position, cu), 2, cu)
