@@ -109,12 +109,15 @@ def _refuse_unlike(draft: LongSpecDraft) -> None:
         "final_norm=True": not s.final_norm,
         "cross_q_norm=True": not draft.config.cross_q_norm,
         f"head_tokens={s.head_tokens}": s.head_tokens is None,
+        f"cross_layers={s.cross_layers}": not s.cross_layers,
+        f"cross_group={s.cross_group}": s.cross_group is None,
+        f"newest_lags={s.newest_lags}": not s.newest_lags,
         f"head_dim={t.head_dim}": t.head_dim * t.num_heads == t.hidden_size,
     }
     if wrong := [name for name, fits in checks.items() if not fits]:
         raise CheckpointError(
             f"{', '.join(wrong)} does not exist in LongSpec's released layer (window {WINDOW}, no such norms, whole "
-            "vocabulary, heads as wide as the hidden size): train such a draft, or keep our format"
+            "vocabulary, the last layer alone read by as many heads as the target has, heads as wide as the hidden size): train such a draft, or keep our format"
         )
 
 

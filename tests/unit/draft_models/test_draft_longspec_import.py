@@ -5,6 +5,7 @@ Legend: T tokens, E hidden size, H query heads, K key/value heads, D head size.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -171,10 +172,13 @@ def test_what_is_no_such_draft_is_refused_by_name(tmp_path: Path) -> None:
         ({"window": WINDOW, "final_norm": True}, "final_norm"),
         ({"window": WINDOW, "cross_q_norm": True}, "cross_q_norm"),
         ({"window": WINDOW, "head_tokens": 9}, "head_tokens=9"),
+        ({"window": WINDOW, "cross_layers": [0]}, "cross_layers="),
+        ({"window": WINDOW, "cross_group": 1}, "cross_group=1"),
+        ({"window": WINDOW, "newest_lags": 2}, "newest_lags=2"),
     ],
 )
 def test_a_draft_that_the_released_layer_cannot_hold_is_not_exported(
-    settings: dict[str, int], named: str, tmp_path: Path
+    settings: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=named):
         export_longspec(tiny_draft(TARGET, **settings), tmp_path / "out")
