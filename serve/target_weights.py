@@ -50,15 +50,18 @@ class TargetWeights:
         if weight_VE is not None:
             return weight_VE
         if self._dequantised_VE is None:
-            self._dequantised_VE = dequantised(self.model.lm_head, self.embedding_VE.shape[1], self.dtype)
+            self._dequantised_VE = dequantised(self.model, self.embedding_VE.shape[1], self.dtype)
             count = self._dequantised_VE.nbytes / 2**30
-            logger.info("longdraft: the target's head is quantised, the draft keeps it dequantised (%.2f GiB)", count)
+            logger.info(
+                "longdraft: the target's head is quantised or packed, the draft keeps it as a plain matrix (%.2f GiB)",
+                count,
+            )
         return self._dequantised_VE
 
     def renew(self) -> None:
         """The target has new weights: write the dequantised copy, if there is one, anew in its place."""
         if self._dequantised_VE is not None:
-            dequantised(self.model.lm_head, self._dequantised_VE.shape[1], self.dtype, self._dequantised_VE)
+            dequantised(self.model, self._dequantised_VE.shape[1], self.dtype, self._dequantised_VE)
 
 
 def _plain(module: Any) -> torch.Tensor | None:
@@ -71,20 +74,21 @@ def _plain(module: Any) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def dequantised(head: Any, size: int, dtype: torch.dtype, out_VE: torch.Tensor | None = None) -> torch.Tensor:
-    """The matrix that a head multiplies by, whatever its format: SGLang's own product of it with the identity.
+def dequantised(model: Any, size: int, dtype: torch.dtype, out_VE: torch.Tensor | None = None) -> torch.Tensor:
+    """The matrix that the head multiplies by, whatever its format: SGLang's own product of the identity with it.
 
     Args:
-        head: SGLang's output head.
-        size: of its input.
+        model: SGLang's.
+        size: of its head's input.
         dtype: of the product.
         out_VE: where to write; None makes it.
     """
+    head = model.lm_head
     device = next(head.parameters()).device
     for start in range(0, size, ROWS):
         rows = torch.arange(start, min(start + ROWS, size), device=device)
         unit_RE = torch.nn.functional.one_hot(rows, size).to(dtype)
-        column_RV = head.quant_method.apply(head, unit_RE, None)
+        column_RV = model.logits_processor._compute_lm_head(unit_RE, head)
         if out_VE is None:
             out_VE = torch.empty(column_RV.shape[1], size, dtype=dtype, device=device)
         out_VE[:, rows] = column_RV.t().to(dtype)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers import vocab_parallel_embedding
+from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -61,7 +62,10 @@ def quantised(weight_VE: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
 
 
 def model(embedding: Any, head: Any) -> Any:
-    return SimpleNamespace(model=SimpleNamespace(embed_tokens=embedding), lm_head=head)
+    processor = LogitsProcessor.__new__(LogitsProcessor)  # SGLang's product with a head, plain or quantised
+    nn.Module.__init__(processor)
+    processor.use_fp32_lm_head = False
+    return SimpleNamespace(model=SimpleNamespace(embed_tokens=embedding), lm_head=head, logits_processor=processor)
 
 
 def plain(weight: torch.Tensor) -> nn.Module:
@@ -73,8 +77,9 @@ def plain(weight: torch.Tensor) -> nn.Module:
 @pytest.mark.parametrize("size", [ROWS - 16, ROWS, ROWS + 64])
 def test_a_quantised_head_is_what_its_product_multiplies_by(size: int) -> None:
     head, want = quantised(torch.randn(50, size))
-    torch.testing.assert_close(dequantised(head, size, torch.float32), want)
-    half = dequantised(head, size, torch.bfloat16)
+    target = model(None, head)
+    torch.testing.assert_close(dequantised(target, size, torch.float32), want)
+    half = dequantised(target, size, torch.bfloat16)
     assert half.dtype == torch.bfloat16 and half.is_contiguous()
     torch.testing.assert_close(half, want.bfloat16())
 
@@ -107,8 +112,9 @@ def test_a_head_packed_for_matrix_units_is_unpacked() -> None:
     right = torch.randn(48, 64)
     head = plain(right.flip(1).contiguous())
     head.use_intel_amx_backend = True
-    head.quant_method = SimpleNamespace(apply=lambda layer, x, bias: x @ layer.weight.flip(1).t())
-    weights = TargetWeights(model(plain(right), head), torch.float32)
+    target = model(plain(right), head)
+    target.logits_processor = SimpleNamespace(_compute_lm_head=lambda x, layer: x @ layer.weight.flip(1).t())
+    weights = TargetWeights(target, torch.float32)
     torch.testing.assert_close(weights.head_VE, right)
 
 
