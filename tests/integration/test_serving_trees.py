@@ -34,11 +34,15 @@ def trees(request: Any, target: Path, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp(request.param)
     train = train_tiny_draft if request.param == "longspec" else train_tiny_eagle3
     arguments = ["--draft", str(train(target, folder / "draft")), "--tree", SHAPES[request.param]]
-    server = ServerProcess(target, arguments, folder / "log", STRICT, max_total_tokens=2500)
+    with longdraft_serve(target, arguments, folder / "log", 2500) as server:
+        yield server
+
+
+def longdraft_serve(target: Path, arguments: list[str], log: Path, slots: int) -> ServerProcess:
+    server = ServerProcess(target, arguments, log, STRICT, max_total_tokens=slots)
     server.command[1:3] = ["-m", "longdraft.cli", "serve"]
     server.command[:] = [w for w in server.command if w not in CPU_ARGUMENTS]
-    with server:
-        yield server
+    return server
 
 
 def random_prompt(length: int, seed: int) -> list[int]:
@@ -85,3 +89,22 @@ def test_stops_and_logprobs_are_those_of_plain_decoding(trees: ServerProcess, pl
         assert (i, a) == (j, pytest.approx(b, abs=1e-4))
     stop = {**NEW, "stop_token_ids": [tokens(want)[20]]}
     assert tokens(trees.generate(KNOWN[0], stop)) == tokens(plain_one.generate(KNOWN[0], stop))
+
+
+def test_a_server_that_chooses_shapes_returns_the_same_tokens(
+    target: Path, plain_one: ServerProcess, tmp_path: Path
+) -> None:
+    """Costs measured by the real server at start; known prompts are drafted, and no slot is lost to the measuring."""
+    draft = str(train_tiny_eagle3(target, tmp_path / "draft"))
+    arguments = ["--draft", draft, "--tree", "auto:2,3,2"]
+    with longdraft_serve(target, arguments, tmp_path / "log", 4000) as server:
+        assert '{"batches": [1, 8], "ms": {"chain0": [' in server.log.read_text()
+        chosen: set[str] = set()
+        for prompt in [*KNOWN[:3], random_prompt(300, 4)]:
+            drafted = server.generate(prompt, NEW)
+            assert tokens(drafted) == tokens(plain_one.generate(prompt, NEW))
+            chosen |= set(counters(drafted)["shapes"])
+            seeded = {**NEW, "temperature": 1.1, "sampling_seed": 5}
+            assert tokens(server.generate(prompt, seeded)) == tokens(server.generate(prompt, {**seeded, **OFF}))
+        assert chosen and chosen <= {"chain0", "chain1", "chain2", "chain3", "2,3,2"}
+        assert server.idle_slots() == 4000
