@@ -6,6 +6,7 @@ Legend: B requests, T places of a tree, D1 nodes of the deepest path.
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from longdraft.serve.emission import emitted, room
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.shape_choice import ShapeChoice
 from longdraft.serve.simulate import simulated, simulated_acceptance
+from longdraft.serve.slot_mover import SlotMover, move_slots
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.tree_shape import TreeShape
 from longdraft.serve.tree_verify import VerifiedTree, keep_paths, verify_tree
@@ -36,6 +38,7 @@ class TreeStep(DecodeStep):
     """As :class:`DecodeStep`, with trees in place of chains; a step in which no request drafts is one of plain decoding."""
 
     choice: ShapeChoice
+    mover: SlotMover | None = None  # where the target's verification is in graphs
 
     def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
         shape = self.choice.pick(len(batch.reqs))
@@ -117,7 +120,7 @@ class TreeStep(DecodeStep):
             counters.rounds += 1
             runs.append(run)
         paths = [path[: len(run)] for path, run in zip(paths, runs, strict=True)]
-        keep_paths(batch, self.target_worker.model_runner.token_to_kv_pool, tree, seen, paths, self.observer)
+        keep_paths(batch, tree, seen, paths, partial(self._move, len(runs)), self.observer)
         for req, run, count in zip(batch.reqs, runs, drafted, strict=True):
             if count:
                 self.drafter.committed(DraftRequest(req.rid, Tokens(req), req.prefix_indices, 0), run)
@@ -129,6 +132,12 @@ class TreeStep(DecodeStep):
         row_P = torch.tensor(rows, device=batch.seq_lens.device)
         kept = Verified(seen.choice_BT.flatten()[row_P], seen.logits_NV[row_P], cu)
         return self._result(batch, runs, kept)
+
+    def _move(self, requests: int, to_P: torch.Tensor, from_P: torch.Tensor) -> None:
+        if self.mover is not None:
+            self.mover.move(requests, to_P, from_P)
+        else:
+            move_slots(self.target_worker.model_runner.token_to_kv_pool, to_P, from_P)
 
     def _accepted(
         self, tree: Tree, choice_BT: torch.Tensor, limits: list[int]

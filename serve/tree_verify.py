@@ -4,6 +4,7 @@ Legend: B requests, T places of a tree, D1 nodes of the deepest path, P nodes of
 observed layers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.sampling.target_choice import process_logits
 from longdraft.serve.spec_inputs import VerifyInput
 from longdraft.serve.tokens import Tokens
+
+Move = Callable[[torch.Tensor, torch.Tensor], None]  # to_P, from_P: cache slots, int64
 
 
 @dataclass(frozen=True)
@@ -91,16 +94,16 @@ def verify_tree(
 
 
 def keep_paths(
-    batch: ScheduleBatch, pool: Any, tree: Tree, seen: VerifiedTree, paths: list[list[int]], observer: Observer
+    batch: ScheduleBatch, tree: Tree, seen: VerifiedTree, paths: list[list[int]], move: Move, observer: Observer
 ) -> None:
     """Move the kept nodes' keys and values to where a chain would have written them, and show them to the drafter.
 
     Args:
         batch: the batch that was verified.
-        pool: the target's cache pool.
         tree: what was verified.
         seen: its verification.
         paths: places of the kept nodes of each request, from the root on.
+        move: of cache slots.
         observer: is shown the kept tokens.
     """
     device, table = batch.seq_lens.device, batch.req_to_token_pool.req_to_token
@@ -114,18 +117,8 @@ def keep_paths(
     row_P = batch.req_pool_indices[owner_P]
     slot_P = table[row_P, position_P].long()
     if any(place != j for path in paths for j, place in enumerate(path)):
-        move_slots(pool, slot_P, seen.slot_BT[owner_P, place_P])
+        move(slot_P, seen.slot_BT[owner_P, place_P])
     if seen.aux_NA is not None:
         before_P = table[row_P, (position_P - 1).clamp(min=0)]
         aux_PA = seen.aux_NA[owner_P * tree.token_BT.shape[1] + place_P]
         observer.tell(Computed(tree.token_BT[owner_P, place_P], position_P, slot_P, before_P.long(), aux_PA))
-
-
-def move_slots(pool: Any, to_P: torch.Tensor, from_P: torch.Tensor) -> None:
-    """Copy cache slots in every layer. A target may be another one's source: all of them are read before any is written."""
-    for layer in range(pool.layer_num):
-        for buffer in (pool.get_key_buffer(layer), pool.get_value_buffer(layer)):
-            numbers = (
-                buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer
-            )  # torch indexes few formats of 8 bits
-            numbers[to_P] = numbers[from_P]

@@ -20,6 +20,7 @@ from longdraft.serve.observer import Observer
 from longdraft.serve.settings import read_environment
 from longdraft.serve.shape_costs import CostTable
 from longdraft.serve.simulate import simulated
+from longdraft.serve.slot_mover import SlotMover
 from longdraft.serve.spec_inputs import DraftInput
 from longdraft.serve.target_graphs import TargetGraphs
 from longdraft.serve.target_layers import check_layers
@@ -93,6 +94,9 @@ class LongDraftWorker(BaseSpecWorker):
             for width in sorted({1, *(shape.places for shape in self.shapes)} if self.shapes else ()):
                 graphs.add(width)
             self.drafter.use_graphs(made.capture_bs, [shape for shape in self.shapes if shape.depth])
+            if isinstance(self.step, TreeStep):
+                width = 1 + max(shape.depth for shape in self.shapes)
+                self.step.mover = SlotMover(self.runner.token_to_kv_pool, made.capture_bs, width)
         if isinstance(self.step, TreeStep) and self.step.choice.open:
             self._price(self.step)
 

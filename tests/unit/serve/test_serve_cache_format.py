@@ -22,9 +22,9 @@ from longdraft.kernels.plan import AttentionPlan
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.cache_format import FLOAT8, cache_scales, verify_backend
 from longdraft.serve.drafters.longspec import LongSpecDrafter
+from longdraft.serve.slot_mover import move_slots
 from longdraft.serve.spec_inputs import VerifyInput
 from longdraft.serve.target_layers import check_layers
-from longdraft.serve.tree_verify import move_slots
 
 SCALES = (0.5, 2.5)
 

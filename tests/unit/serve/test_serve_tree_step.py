@@ -23,6 +23,7 @@ from longdraft.serve.observer import Observer
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.settings import ServeSettings
 from longdraft.serve.shape_costs import CostTable
+from longdraft.serve.slot_mover import SlotMover
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.tree_shape import TreeShape, candidates
 from longdraft.serve.tree_step import TreeStep, forced_path, make_step
@@ -214,6 +215,32 @@ def test_trees_keep_paths_that_are_not_the_first_branch() -> None:
     world.run()
     assert len(moved) > 2
     assert stats.attach(world.reqs[0], "full").accept.accepted > 10
+
+
+@pytest.mark.parametrize("sizes", [[1, 2], [1, 4, 8]])
+def test_moves_over_static_lists_keep_what_plain_moves_keep(sizes: list[int]) -> None:
+    """The graph's twin, in batches that shrink as requests end, and of a batch that no graph holds; slot 0 alone may differ."""
+    plain, static = World("3,4,4,2", fresh(), TreeDrafter(1.5)), World("3,4,4,2", fresh(), TreeDrafter(1.5))
+    mover = SlotMover(static.target.pool, sizes, 5)
+    used = []
+    mover.move = lambda requests, to, source, move=mover.move: (used.append(requests), move(requests, to, source))  # type: ignore[method-assign,misc]
+    assert isinstance(static.step, TreeStep)
+    static.step.mover = mover
+    for world in (plain, static):
+        world.run()
+    assert tokens_of(static) == tokens_of(plain)
+    assert len(set(used)) > 1, "one batch size only"
+    for a, b in ((plain.target.pool.key, static.target.pool.key), (plain.target.pool.value, static.target.pool.value)):
+        assert torch.equal(a[1:], b[1:])
+
+
+def test_a_move_reads_every_source_before_it_writes() -> None:
+    """A path's node moves to the place of the node before it: each target is the next one's source."""
+    pool = Pool()
+    pool.key, pool.value = torch.arange(SLOTS), torch.arange(SLOTS) * 2
+    SlotMover(pool, [4], 5).move(2, torch.tensor([3, 4, 5, 9]), torch.tensor([4, 5, 6, 3]))
+    assert pool.key[[3, 4, 5, 6, 9]].tolist() == [4, 5, 6, 6, 3]
+    assert pool.value[[3, 9, 10]].tolist() == [8, 6, 20]
 
 
 def test_an_oracle_gains_the_whole_depth() -> None:
