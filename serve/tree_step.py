@@ -52,8 +52,7 @@ class TreeStep(DecodeStep):
         if tree is None:
             return super()._run(batch)
         try:
-            with self.clock.phase("verify"):
-                seen = self.verified(batch, tree, shape, params)
+            seen = self.verified(batch, tree, shape, params)
         except Exception:
             logger.exception("longdraft: a verification of trees failed, its requests go on without drafts")
             return super()._run(batch)
@@ -98,7 +97,7 @@ class TreeStep(DecodeStep):
     def verified(self, batch: ScheduleBatch, tree: Tree, shape: TreeShape, params: RowParams) -> VerifiedTree:
         """The target's verification of a batch's trees, in a graph where one holds them."""
         captured = self._graph_width(len(batch.reqs), shape.places) is not None
-        return verify_tree(self.target_worker, batch, tree, params, self.observer, shape.chain, captured)
+        return verify_tree(self.target_worker, batch, tree, params, self.observer, shape.chain, captured, self.clock)
 
     def undrafted(self, batch: ScheduleBatch) -> Verified:
         """The target's verification of the newest tokens alone."""

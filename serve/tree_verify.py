@@ -19,6 +19,7 @@ from longdraft.serve.observer import Observer
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.sampling.target_choice import process_logits
 from longdraft.serve.spec_inputs import VerifyInput
+from longdraft.serve.step_clock import OFF, StepClock
 from longdraft.serve.tokens import Tokens
 
 Move = Callable[[torch.Tensor, torch.Tensor], None]  # to_P, from_P: cache slots, int64
@@ -42,6 +43,7 @@ def verify_tree(
     observer: Observer,
     chain: bool = False,
     captured: bool = False,
+    clock: StepClock = OFF,
 ) -> VerifiedTree:
     """Run the target over every request's tree; the node at place t writes to the request's t-th reserved slot.
 
@@ -53,43 +55,46 @@ def verify_tree(
         observer: says what the forward must keep.
         chain: whether each place of the trees stands behind the one before it, so that no bits are needed.
         captured: whether a CUDA graph of as many rows runs it: the attention backend's static buffers are its plan then.
+        clock: times the phases.
     """
-    reqs, device, table = batch.reqs, batch.seq_lens.device, batch.req_to_token_pool.req_to_token
-    count = tree.token_BT.shape[1]
-    lengths = [Tokens(r).cached for r in reqs]
-    cached_B = torch.tensor(lengths, dtype=torch.int64, device=device)
-    row_B = batch.req_pool_indices
-    place_BT = (cached_B[:, None] + torch.arange(count, device=device)).clamp_max(table.shape[1] - 1)
-    slot_BT = table[row_B[:, None], place_BT].long() * tree.valid_BT
-    plan = None
-    if not captured:  # a chain's new tokens may be read from their slots; near a row's end its padding has none
-        pages_BW = torch.nn.functional.pad(table[row_B, : max(lengths) + count].int(), (0, count))
-        plan = AttentionPlan.build(pages_BW, lengths, [count] * len(reqs))
-    # A place without a node reads nothing; it stands where its root does, within the context.
-    position_BT = torch.where(tree.valid_BT, tree.position_BT(cached_B), cached_B[:, None])
-    forward = ForwardBatch(
-        forward_mode=ForwardMode.TARGET_VERIFY,
-        batch_size=len(reqs),
-        input_ids=tree.token_BT.flatten(),
-        req_pool_indices=row_B,
-        seq_lens=cached_B,
-        seq_lens_cpu=torch.tensor(lengths, dtype=torch.int64),
-        seq_lens_sum=sum(lengths),
-        orig_seq_lens=cached_B,
-        out_cache_loc=slot_BT.flatten(),
-        positions=position_BT.flatten(),
-        spec_algorithm=batch.spec_algorithm,
-        spec_info=VerifyInput(plan, observer.capture, None if chain else tree.bits_BTW.flatten(0, 1)),
-        capture_hidden_mode=observer.capture,
-        sampling_info=batch.sampling_info,
-        rids=[r.rid for r in reqs],
-        lora_ids=[None] * len(reqs),
-    )
-    output = target_worker.forward_batch_generation(batch=None, forward_batch=forward, is_verify=True).logits_output
-    aux_NA = observer.take(output)
-    unread = [[0] * (count - 1)] * len(reqs)
-    logits_NV = process_logits(output.next_token_logits, reqs, unread, tree)
-    choice_N = params.repeat(count).choose(logits_NV, position_BT.flatten())
+    with clock.phase("verify"):
+        reqs, device, table = batch.reqs, batch.seq_lens.device, batch.req_to_token_pool.req_to_token
+        count = tree.token_BT.shape[1]
+        lengths = [Tokens(r).cached for r in reqs]
+        cached_B = torch.tensor(lengths, dtype=torch.int64, device=device)
+        row_B = batch.req_pool_indices
+        place_BT = (cached_B[:, None] + torch.arange(count, device=device)).clamp_max(table.shape[1] - 1)
+        slot_BT = table[row_B[:, None], place_BT].long() * tree.valid_BT
+        plan = None
+        if not captured:  # a chain's new tokens may be read from their slots; near a row's end its padding has none
+            pages_BW = torch.nn.functional.pad(table[row_B, : max(lengths) + count].int(), (0, count))
+            plan = AttentionPlan.build(pages_BW, lengths, [count] * len(reqs))
+        # A place without a node reads nothing; it stands where its root does, within the context.
+        position_BT = torch.where(tree.valid_BT, tree.position_BT(cached_B), cached_B[:, None])
+        forward = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=len(reqs),
+            input_ids=tree.token_BT.flatten(),
+            req_pool_indices=row_B,
+            seq_lens=cached_B,
+            seq_lens_cpu=torch.tensor(lengths, dtype=torch.int64),
+            seq_lens_sum=sum(lengths),
+            orig_seq_lens=cached_B,
+            out_cache_loc=slot_BT.flatten(),
+            positions=position_BT.flatten(),
+            spec_algorithm=batch.spec_algorithm,
+            spec_info=VerifyInput(plan, observer.capture, None if chain else tree.bits_BTW.flatten(0, 1)),
+            capture_hidden_mode=observer.capture,
+            sampling_info=batch.sampling_info,
+            rids=[r.rid for r in reqs],
+            lora_ids=[None] * len(reqs),
+        )
+        output = target_worker.forward_batch_generation(batch=None, forward_batch=forward, is_verify=True).logits_output
+        aux_NA = observer.take(output)
+    with clock.phase("sampling"):
+        unread = [[0] * (count - 1)] * len(reqs)
+        logits_NV = process_logits(output.next_token_logits, reqs, unread, tree)
+        choice_N = params.repeat(count).choose(logits_NV, position_BT.flatten())
     return VerifiedTree(choice_N.view(-1, count), logits_NV, aux_NA, slot_BT)
 
 

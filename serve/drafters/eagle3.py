@@ -136,8 +136,8 @@ class Eagle3Drafter(Drafter):
 
     def _fill_before(self, requests: list[DraftRequest], size: int) -> None:
         """Features of the token before each root; of a request without any, which does not draft, those of slot 0."""
-        nothing = self.scratch.new_zeros(())
-        last_B = torch.stack([r.pages[-1].long() if len(r.pages) else nothing for r in requests])
+        nothing = self.inputs.lens_B.new_zeros(())
+        last_B = torch.stack([r.pages[-1] if len(r.pages) else nothing for r in requests]).long()
         self.before_BE[: len(requests)] = self.hidden_SE[last_B]
         self.before_BE[len(requests) : size] = 0
 

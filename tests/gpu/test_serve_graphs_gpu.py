@@ -18,6 +18,7 @@ from longdraft.serve.drafters.cross_attention import Cache
 from longdraft.serve.drafters.eagle3 import Eagle3Drafter
 from longdraft.serve.drafters.longspec import LongSpecDrafter
 from longdraft.serve.graph_runner import CudaGraphRunner
+from longdraft.serve.slot_mover import SlotMover
 from longdraft.serve.static_plan import StaticPlan
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.tree_shape import TreeShape, parse_tree
@@ -101,6 +102,24 @@ def test_graphs_grow_what_the_eager_loop_grows(build: Any, sampling: dict[str, A
             got, want = (d.propose_tree(requests, params, shape) for d in (graph, eager))
             assert same_trees(got, want), f"batch {count} at {at}, {shape.places} places {shape.depth} deep"
             assert int(got.valid_BT[0].sum()) == shape.places, "the trees are empty, nothing was compared"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_graph_moves_slots_as_the_plain_moves_do(dtype: torch.dtype) -> None:
+    """Chains of moves whose targets are the next ones' sources, in three layers, for batches below and at the captured sizes."""
+    layers = [torch.randn(2, 200, 2, 16, device="cuda").to(dtype) for _ in range(3)]
+    pool = SimpleNamespace(layer_num=3, get_key_buffer=lambda i: layers[i][0], get_value_buffer=lambda i: layers[i][1])
+    mover = SlotMover(pool, SIZES, 5)
+    assert isinstance(mover.runner, CudaGraphRunner)
+    for requests in (3, 8, 1):
+        source = torch.randperm(199, device="cuda")[: 4 * requests] + 1
+        to = source.roll(1)
+        want = [layer.view(torch.uint8).clone() for layer in layers]
+        for layer in want:
+            layer[:, to] = layer[:, source]
+        mover.move(requests, to, source)
+        for got, layer in zip(layers, want, strict=True):
+            assert torch.equal(got.view(torch.uint8), layer), f"{requests} requests"
 
 
 def test_new_tensors_of_the_target_make_new_graphs() -> None:
