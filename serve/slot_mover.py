@@ -17,7 +17,10 @@ def move_slots(pool: Any, to_P: torch.Tensor, from_P: torch.Tensor) -> None:
     """Copy cache slots in every layer. A target may be another one's source: all of them are read before any is written."""
     for layer in range(pool.layer_num):
         for buffer in (pool.get_key_buffer(layer), pool.get_value_buffer(layer)):
-            buffer[to_P] = buffer[from_P]
+            numbers = (
+                buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer
+            )  # as SGLang does: few kernels take float8
+            numbers[to_P] = numbers[from_P]
 
 
 class SlotMover:
