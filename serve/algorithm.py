@@ -1,13 +1,16 @@
 """``LONGDRAFT`` as SGLang's speculative algorithm: its answers to SGLang's questions and what it makes of the arguments."""
 
+import logging
 from typing import Any
 
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from longdraft.serve.checks import check_server_args, exit_on_user_error
-from longdraft.serve.settings import read_environment
+from longdraft.serve.settings import ServeSettings, read_environment
 from longdraft.serve.tree_shape import parse_tree
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_STEPS = 4
 DEFAULT_RUNNING_REQUESTS = 48
@@ -22,9 +25,9 @@ class LongDraftAlgorithm(CustomSpecAlgo):
     def create_future_map(
         self, device: Any, req_to_token_pool: Any, needs_cpu_seq_lens: bool = True, **kwargs: Any
     ) -> Any:
-        from sglang.srt.managers.overlap_utils import FutureMap
+        from longdraft.serve.relay import LengthRelay
 
-        return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, **kwargs)
+        return LengthRelay(device, self, req_to_token_pool, needs_cpu_seq_lens, **kwargs)
 
     def carries_draft_hidden_states(self) -> bool:
         return False
@@ -40,7 +43,10 @@ class LongDraftAlgorithm(CustomSpecAlgo):
         server_args.speculative_num_steps = steps
         server_args.speculative_eagle_topk = 1
         server_args.speculative_num_draft_tokens = shape.places if shape else steps + 1
-        server_args.disable_overlap_schedule = True
+        reason = without_overlap(server_args, settings)
+        if reason and not server_args.disable_overlap_schedule:
+            logger.warning("longdraft: the overlap schedule is off, %s", reason)
+            server_args.disable_overlap_schedule = True
         graphs = server_args.cuda_graph_config
         graphs.prefill.backend = Backend.DISABLED
         # FlashInfer plans on the host and torch reads lengths there: neither can be captured.
@@ -54,6 +60,19 @@ class LongDraftAlgorithm(CustomSpecAlgo):
         server_args.enable_mixed_chunk = False
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_RUNNING_REQUESTS
+
+
+def without_overlap(server_args: Any, settings: ServeSettings) -> str | None:
+    """Why rounds have to wait for the host; None where they need not (:mod:`longdraft.serve.device_step`)."""
+    if server_args.speculative_draft_model_path is None:
+        return "the lookup drafter reads the requests' tokens on the host"
+    if parse_tree(settings.tree) is not None:
+        return "a tree's kept path is worked out on the host"
+    if server_args.device == "cuda" and settings.attention in ("flashinfer", "torch"):
+        return f"attention={settings.attention!r} reads lengths on the host"
+    if server_args.enable_forward_pass_metrics:
+        return "--enable-forward-pass-metrics reads lengths on the host"
+    return None
 
 
 def validate_server_args(server_args: Any) -> None:

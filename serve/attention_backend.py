@@ -21,7 +21,7 @@ from longdraft.serve.static_plan import StaticPlan
 class LongDraftAttention(AttentionBackend):
     """Wraps the stock backend; a verification reads the page lists of its :class:`VerifyInput`."""
 
-    needs_cpu_seq_lens = True
+    needs_cpu_seq_lens = False  # how far a page table is read follows from what is reserved, which the host knows
 
     def __init__(
         self,

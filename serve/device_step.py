@@ -114,10 +114,7 @@ class DeviceStep(DecodeStep):
                 self._follow(req, tokens, end)
 
     def needs_host(self, batch: ScheduleBatch) -> bool:
-        roster = self._roster(batch)
-        return roster.hosted or not all(
-            self._known(req, mode) for req, mode in zip(roster.reqs, roster.modes, strict=True)
-        )
+        return any(needs_text(req) or not self._known(req, self.mode_of(req)) for req in batch.reqs)
 
     def processed(self, gained: list[int]) -> None:
         reqs = self.launched.popleft()

@@ -146,6 +146,14 @@ def mask_on_cpu(original: Any, *args: Any, **kwargs: Any) -> None:
     xgrammar.apply_token_bitmask_inplace(logits, kwargs["vocab_mask"])
 
 
+def waits_for_host(original: Any, self: Any, batch: Any) -> bool:
+    """SGLang finishes the round before first where a grammar needs its tokens; here other things need them too."""
+    if original(self, batch):
+        return True
+    asks = getattr(self.model_worker, "needs_host", None)
+    return bool(batch and batch.forward_mode.is_decode() and self.result_queue and asks is not None and asks(batch))
+
+
 def captured_input(original: Any, self: Any, num_tokens: int) -> Any:
     """What SGLang captures a verification with is EAGLE's; ours has a plan and, for an EAGLE-3 draft, asks for hidden layers."""
     if not isinstance(self.attn_backend, LongDraftAttention):
@@ -154,6 +162,7 @@ def captured_input(original: Any, self: Any, num_tokens: int) -> Any:
 
 
 HOOKS: list[tuple[str, Any, HookType]] = [
+    ("sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch", waits_for_host, HookType.AROUND),
     ("sglang.srt.sampling.sampling_params.SamplingParams.verify", check_request, HookType.BEFORE),
     (
         "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",

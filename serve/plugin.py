@@ -37,6 +37,6 @@ def _register() -> None:
         return LongDraftWorker
 
     SpeculativeAlgorithm.register(
-        "LONGDRAFT", supports_overlap=False, validate_server_args=validate_server_args, spec_class=LongDraftAlgorithm
+        "LONGDRAFT", supports_overlap=True, validate_server_args=validate_server_args, spec_class=LongDraftAlgorithm
     )(factory)
     install_hooks()

@@ -16,10 +16,11 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from longdraft.kernels.plan import AttentionPlan
+from longdraft.kernels.transfer import to_device
 
 
 class DraftInput(SpecInput):
-    """Between two decode steps. The newest token of each request is read from the request itself."""
+    """Between two decode steps: the rows at which SGLang's overlap schedule keeps the requests' lengths, None without it."""
 
     def __init__(self) -> None:
         super().__init__(SpecInputType.EAGLE_DRAFT)
@@ -29,10 +30,12 @@ class DraftInput(SpecInput):
         return 1, 1
 
     def filter_batch(self, new_indices: torch.Tensor, has_been_filtered: bool = True) -> None:
-        """Nothing to filter."""
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
 
     def merge_batch(self, other: Any) -> None:
-        """Nothing to merge."""
+        if self.future_indices is not None:
+            self.future_indices = torch.cat([self.future_indices, other.future_indices])
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
         """Reserve cache slots for one decode step of every request, never past the request's row of the page table.
@@ -52,10 +55,10 @@ class DraftInput(SpecInput):
         needed = sum(end - start for start, end in spans)
         if not needed:
             return
-        slots, used = _allocated(batch, spans, needed), 0
-        for req, (start, end) in zip(batch.reqs, spans, strict=True):
-            table[req.req_pool_idx, start:end] = slots[used : used + end - start].to(table.dtype)
-            used += end - start
+        slots = _allocated(batch, spans, needed)
+        places = [(r.req_pool_idx, at) for r, span in zip(batch.reqs, spans, strict=True) for at in range(*span)]
+        row_N, column_N = to_device(places, torch.int64, table.device).t()
+        table[row_N, column_N] = slots.to(table.dtype)
 
 
 def _allocated(batch: ScheduleBatch, spans: list[tuple[int, int]], needed: int) -> torch.Tensor:
@@ -68,8 +71,7 @@ def _allocated(batch: ScheduleBatch, spans: list[tuple[int, int]], needed: int) 
         single: torch.Tensor = alloc_token_slots(batch.tree_cache, needed)
         return single
     start_B, end_B = torch.tensor(spans, dtype=torch.int64).t().contiguous()
-    device = batch.req_pool_indices.device
-    start, end = start_B.to(device, non_blocking=True), end_B.to(device, non_blocking=True)
+    start, end = to_device(spans, torch.int64, batch.req_pool_indices.device).t().contiguous()
     last_B = batch.req_to_token_pool.req_to_token[batch.req_pool_indices, start - 1].to(torch.int64)
     paged: torch.Tensor = alloc_paged_token_slots_extend(batch.tree_cache, start, start_B, end, end_B, last_B, needed)
     return paged

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 class LongDraftWorker(BaseSpecWorker):
     """SGLang's speculative worker for ``LONGDRAFT``.
 
-    SGLang runs it synchronously, so the requests' token lists are exact at every step and all per-request state is derived
-    from them.
+    Without SGLang's overlap schedule the requests' token lists are exact at every step. With it they may be a round behind, and
+    what depends on them makes the scheduler wait (:meth:`needs_host`).
     """
 
     def __init__(self, server_args: Any, target_worker: Any, **_ranks: Any) -> None:
@@ -142,8 +142,16 @@ class LongDraftWorker(BaseSpecWorker):
     def forward_batch_generation(self, batch: ScheduleBatch, on_publish: Any = None) -> GenerationBatchResult:
         if batch.return_logprob:
             self._mend_logprobs(batch)
-        if batch.forward_mode.is_extend():
-            return self._prefill(batch)
+        result = self._prefill(batch) if batch.forward_mode.is_extend() else self._decode(batch)
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        return result
+
+    def needs_host(self, batch: ScheduleBatch) -> bool:
+        """Whether a round of the batch has to wait for the one before to be processed; asked under the overlap schedule."""
+        return self.step.needs_host(batch)
+
+    def _decode(self, batch: ScheduleBatch) -> GenerationBatchResult:
         result = self.step.run(batch)
         last_B1 = result.accept_lens[:, None] - 1
         self.step.remember(batch, result.next_token_ids.view(len(batch.reqs), -1).gather(1, last_B1)[:, 0])

@@ -32,9 +32,10 @@ def plain(tiny_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def drafted(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """SGLang with LONGDRAFT and a LongSpec draft; every step checks that no cache slot is lost."""
+    """SGLang with LONGDRAFT, a LongSpec draft and the overlap schedule; every step checks that no cache slot is lost."""
     arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(tiny_draft)]
-    with ServerProcess(tiny_target, arguments, tmp_path_factory.mktemp("drafted") / "log", STRICT) as server:
+    log = tmp_path_factory.mktemp("drafted") / "log"
+    with ServerProcess(tiny_target, arguments, log, STRICT, overlap=True) as server:
         yield server
 
 

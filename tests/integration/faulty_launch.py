@@ -6,18 +6,22 @@ The scheduler process imports this file again, so the patches below are in force
 import sys
 from typing import Any
 
+from longdraft.serve import device_verify
 from longdraft.serve.drafters import longspec
 from longdraft.serve.sampling import target_choice as choices
 
 calls = {"propose": 0, "choice": 0}
-propose, process = longspec.LongSpecDrafter.propose, choices.process_logits
+process = choices.process_logits
 
 
-def sometimes_raising(self: Any, requests: Any, pick: Any) -> Any:
-    calls["propose"] += 1
-    if calls["propose"] % 3 == 0:
-        raise RuntimeError("planted: the drafter fails")
-    return propose(self, requests, pick)
+def sometimes_raising(propose: Any) -> Any:
+    def planted(self: Any, requests: Any, pick: Any) -> Any:
+        calls["propose"] += 1
+        if calls["propose"] % 3 == 0:
+            raise RuntimeError("planted: the drafter fails")
+        return propose(self, requests, pick)
+
+    return planted
 
 
 def once_raising(logits: Any, reqs: Any, drafts: Any, tree: Any = None) -> Any:
@@ -31,8 +35,9 @@ def once_raising(logits: Any, reqs: Any, drafts: Any, tree: Any = None) -> Any:
     return process(logits, reqs, drafts, tree)
 
 
-longspec.LongSpecDrafter.propose = sometimes_raising  # type: ignore[method-assign]
-choices.process_logits = once_raising
+for name in ("propose", "propose_running"):
+    setattr(longspec.LongSpecDrafter, name, sometimes_raising(getattr(longspec.LongSpecDrafter, name)))
+choices.process_logits = device_verify.process_logits = once_raising
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server

@@ -52,8 +52,10 @@ class ServerProcess:
         log: Path,
         environment: dict[str, str] | None = None,
         max_total_tokens: int = 40000,
+        overlap: bool = False,
     ) -> None:
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *CPU_ARGUMENTS]
+        common = [a for a in CPU_ARGUMENTS if not (overlap and a == "--disable-overlap-schedule")]
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *common]
         command += ["--max-total-tokens", str(max_total_tokens), *arguments]
         fixed = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "longdraft"}
         threads = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}

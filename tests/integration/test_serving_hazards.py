@@ -29,7 +29,7 @@ def copy_draft(source: Path, folder: Path) -> Path:
 def faulty(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server whose drafter and verification raise now and then."""
     arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(tiny_draft)]
-    server = ServerProcess(tiny_target, arguments, tmp_path_factory.mktemp("faulty") / "log", STRICT)
+    server = ServerProcess(tiny_target, arguments, tmp_path_factory.mktemp("faulty") / "log", STRICT, overlap=True)
     server.command[1:3] = [str(Path(__file__).with_name("faulty_launch.py"))]
     with server:
         yield server
@@ -89,7 +89,7 @@ def poisoned(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempP
     ]
     arguments += ["--schedule-conservativeness", "0.05"]  # admits more than fits, so that requests are retracted
     log = tmp_path_factory.mktemp("poisoned") / "log"
-    with ServerProcess(tiny_target, arguments, log, STRICT, max_total_tokens=900) as server:
+    with ServerProcess(tiny_target, arguments, log, STRICT, max_total_tokens=900, overlap=True) as server:
         yield server
 
 

@@ -42,6 +42,8 @@ def arguments(config: Any = None, context: int = 4096, **changes: Any) -> Simple
         "speculative_num_draft_tokens": None,
         "speculative_draft_model_path": None,
         "speculative_eagle_topk": None,
+        "disable_overlap_schedule": False,
+        "enable_forward_pass_metrics": False,
         "max_running_requests": None,
         "cuda_graph_config": SimpleNamespace(
             decode=SimpleNamespace(backend="full"), prefill=SimpleNamespace(backend="full")
@@ -258,6 +260,31 @@ def test_the_algorithm_sets_what_a_chain_needs(given: int | None, steps: int) ->
     assert args.disable_overlap_schedule is True
     assert args.disable_cuda_graph is True, "page lists change width every step"
     assert args.max_running_requests == 48
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "reason"),
+    [
+        ({}, {}, None),
+        ({"disable_overlap_schedule": True}, {}, ""),
+        ({"speculative_draft_model_path": None}, {}, "lookup drafter"),
+        ({}, {"tree": "2,3"}, "tree"),
+        ({"device": "cuda"}, {"attention": "flashinfer"}, "attention='flashinfer'"),
+        ({"device": "cuda"}, {"attention": "fa3"}, None),
+        ({"device": "cuda"}, {}, None),
+        ({}, {"attention": "torch"}, None),
+        ({"enable_forward_pass_metrics": True}, {}, "--enable-forward-pass-metrics"),
+    ],
+)
+def test_overlap_stays_on_where_rounds_need_no_host(
+    changes: dict[str, Any], settings: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setenv(ENVIRONMENT, json.dumps(settings))
+    args = arguments(**{"speculative_draft_model_path": "folder", **changes})
+    LongDraftAlgorithm("LONGDRAFT", lambda server_args: object).handle_server_args(args)
+    assert args.disable_overlap_schedule is (reason is not None)
+    assert bool(caplog.records) is bool(reason), "said where it was not asked for"
+    assert (reason or "") in caplog.text
 
 
 def test_the_users_batch_size_stays() -> None:
