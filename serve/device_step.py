@@ -29,6 +29,7 @@ from longdraft.serve.sampling.penalties import penalised
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.simulate import simulated, simulated_acceptance
 from longdraft.serve.spec_inputs import DraftInput
+from longdraft.serve.step_clock import OFF, StepClock
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.verify import Verified
 
@@ -84,6 +85,15 @@ class Roster:
         return len(reqs) == len(self.reqs) and all(a is b for a, b in zip(reqs, self.reqs, strict=True))
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """A round's drafts, int64 ``[B, K]``, how many of each request count, and whether any were drafted at all."""
+
+    id_BK: torch.Tensor
+    limit_B: torch.Tensor
+    some: bool
+
+
 def needs_text(req: Any) -> bool:
     """Whether the request's next token, or where it ends, depends on what it has written."""
     params = req.sampling_params
@@ -98,8 +108,8 @@ class DeviceStep(DecodeStep):
         self.newest_R: torch.Tensor | None = None
         self.columns = 0  # of SGLang's page table
         self.roster: Roster | None = None
-        # Rounds that the scheduler has not processed yet; None for one that was counted when it ran.
-        self.launched: deque[list[Any] | None] = deque()
+        # Rounds that the scheduler has not processed yet, and whether they had drafts; None for one that was counted when it ran.
+        self.launched: deque[tuple[list[Any], bool] | None] = deque()
 
     def remember(self, batch: ScheduleBatch, newest_B: torch.Tensor) -> None:
         if self.newest_R is None:
@@ -117,19 +127,22 @@ class DeviceStep(DecodeStep):
         return any(needs_text(req) or not self._known(req, self.mode_of(req)) for req in batch.reqs)
 
     def processed(self, gained: list[int]) -> None:
-        reqs = self.launched.popleft()
-        for req, count in zip(reqs or [], gained if reqs else [], strict=True):
+        launched = self.launched.popleft()
+        if launched is None:
+            return
+        reqs, drafted = launched
+        for req, count in zip(reqs, gained, strict=True):
             if req.finished() or req.is_retracted:
                 continue
             counters = stats.attach(req, self.settings.mode)
-            drafted = min(self.stride - 1, room(req) - 1, self.columns - len(Tokens(req)))  # as _limits has it
-            counters.accept.add(max(0, drafted) if counters.mode == "full" else 0, count)
+            limit = min(self.stride - 1, room(req) - 1, self.columns - len(Tokens(req)))  # as _limits has it
+            counters.accept.add(max(0, limit) if drafted and counters.mode == "full" else 0, count)
             counters.rounds += 1
 
     def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
         roster = self._roster(batch)
-        self.launched.append(None if roster.hosted else roster.reqs)
         if roster.hosted:
+            self.launched.append(None)
             return super()._run(batch)
         for req, mode in zip(roster.reqs, roster.modes, strict=True):
             if not self._known(req, mode) and not req.finished():
@@ -138,10 +151,11 @@ class DeviceStep(DecodeStep):
         row_B, table_RW = batch.req_pool_indices, batch.req_to_token_pool.req_to_token
         running = Running(roster.rids, row_B, table_RW, batch.seq_lens, self.newest_R[row_B])
         with self.clock.phase("draft"):
-            draft_BK, limit_B = self._draft(roster, running)
-        seen, limit_B = self._verify(batch, roster, running, draft_BK, limit_B)
+            drafts = self._draft(roster, running)
+        seen, drafts = self._verify(batch, roster, running, drafts)
+        self.launched.append((roster.reqs, drafts.some))
         with self.clock.phase("keep"):
-            run_BT, count_B = self._accept(roster, draft_BK, limit_B, seen)
+            run_BT, count_B = self._accept(roster, drafts, seen)
             return self._returned(batch, running, run_BT, count_B, seen)
 
     def _roster(self, batch: ScheduleBatch) -> Roster:
@@ -164,68 +178,63 @@ class DeviceStep(DecodeStep):
         left_B = (roster.end_B - 2).clamp_max(self.columns - 1) - running.length_B
         return left_B.clamp(0, self.stride - 1) * roster.drafts_B
 
-    def _draft(self, roster: Roster, running: Running) -> tuple[torch.Tensor, torch.Tensor]:
-        """Drafts ``[B, K]`` and how many of each count; none count where drafting fails."""
-        count, device = len(roster.reqs), running.length_B.device
-        none_B = torch.zeros(count, dtype=torch.int64, device=device)
-        steps = self.stride - 1
+    def _draft(self, roster: Roster, running: Running) -> Drafts:
+        """Drafts of every request; none where nobody drafts or drafting fails."""
         if "full" not in roster.modes:
-            steps = (self._graph_width(count, 1) or 1) - 1
-            return torch.zeros(count, steps, dtype=torch.int64, device=device), none_B
+            return self._no_drafts(len(roster.reqs), running)
         try:
-            draft_BK = self.drafter.propose_running(running, roster.params)
+            id_BK = self.drafter.propose_running(running, roster.params)
         except Exception:
             logger.exception("longdraft: the drafter failed, its requests go on without drafts for this step")
             self.drafter.clear()
             for req, mode in zip(roster.reqs, roster.modes, strict=True):
                 stats.attach(req, mode).failures += mode == "full"
-            return torch.zeros(count, steps, dtype=torch.int64, device=device), none_B
-        return draft_BK.clamp(0, self.vocab - 1), self._limits(roster, running)
+            return self._no_drafts(len(roster.reqs), running)
+        return Drafts(id_BK.clamp(0, self.vocab - 1), self._limits(roster, running), True)
+
+    def _no_drafts(self, count: int, running: Running, together: int | None = None) -> Drafts:
+        """Nothing drafted for ``count`` requests, as wide as the graphs of ``together`` want it (None: of all)."""
+        width = self._graph_width(together or count, 1) or 1
+        id_BK = torch.zeros(count, width - 1, dtype=torch.int64, device=running.length_B.device)
+        return Drafts(id_BK, id_BK.new_zeros(count), False)
 
     def _verify(
-        self, batch: ScheduleBatch, roster: Roster, running: Running, draft_BK: torch.Tensor, limit_B: torch.Tensor
-    ) -> tuple[Verified, torch.Tensor]:
-        """What the target chose, and how many drafts it was asked about: none of any, where that failed for all together."""
-        reqs, params, width = roster.reqs, roster.params, draft_BK.shape[1] + 1
-        in_graph = self._graph_width(len(reqs), width) is not None
+        self, batch: ScheduleBatch, roster: Roster, running: Running, drafts: Drafts
+    ) -> tuple[Verified, Drafts]:
+        """What the target chose, and behind which drafts: none, where it failed to verify all requests together."""
         try:
-            seen = verify_running(
-                *(
-                    self.target_worker,
-                    batch,
-                    reqs,
-                    running,
-                    draft_BK,
-                    limit_B,
-                    params,
-                    self.observer,
-                    in_graph,
-                    self.clock,
-                )
-            )
-            return seen, limit_B
+            return self._verified(batch, roster.reqs, running, drafts, roster.params, self.clock), drafts
         except Exception:
             logger.exception("longdraft: a verification failed, its requests are verified one by one without drafts")
-        limit_B = torch.zeros_like(limit_B)
-        parts = []
-        for b, req in enumerate(reqs):
-            one, given = running.only(b), (draft_BK[b : b + 1], limit_B[b : b + 1])
+        parts, alone = [], self._no_drafts(1, running, 1)
+        for b, req in enumerate(roster.reqs):
+            one = running.only(b)
             try:
-                params = RowParams.build([req], [1], limit_B.device)
-                graph = self._graph_width(1, width) is not None
-                parts.append(
-                    verify_running(self.target_worker, batch, [req], one, *given, params, self.observer, graph)
-                )
+                params = RowParams.build([req], [1], one.length_B.device)
+                parts.append(self._verified(batch, [req], one, alone, params, OFF))
             except Exception:
                 give_up(req)
-                blank_TV = torch.zeros(width, self.vocab, device=limit_B.device)
+                width = alone.id_BK.shape[1] + 1
+                blank_TV = torch.zeros(width, self.vocab, device=one.length_B.device)
                 parts.append(Verified(one.newest_B.repeat(width), blank_TV, [0, width]))
-        return Verified.join(parts), limit_B
+        return Verified.join(parts), self._no_drafts(len(parts), running, 1)
 
-    def _accept(
-        self, roster: Roster, draft_BK: torch.Tensor, limit_B: torch.Tensor, seen: Verified
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _verified(
+        self,
+        batch: ScheduleBatch,
+        reqs: list[Any],
+        running: Running,
+        drafts: Drafts,
+        params: RowParams,
+        clock: StepClock,
+    ) -> Verified:
+        in_graph = self._graph_width(len(reqs), drafts.id_BK.shape[1] + 1) is not None
+        given = drafts.id_BK, drafts.limit_B, params, self.observer
+        return verify_running(self.target_worker, batch, reqs, running, *given, in_graph, clock)
+
+    def _accept(self, roster: Roster, drafts: Drafts, seen: Verified) -> tuple[torch.Tensor, torch.Tensor]:
         """What each request returns ``[B, T]``, and how much of it: up to the first token that ends it (:mod:`emission`)."""
+        draft_BK, limit_B = drafts.id_BK, drafts.limit_B
         batch, steps = draft_BK.shape
         choice_BT = seen.choice_T.view(batch, steps + 1)
         forced = self.settings.simulate_accept_length

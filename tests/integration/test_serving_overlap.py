@@ -77,7 +77,9 @@ def test_one_request_after_the_other_is_counted_alike(drafted: ServerProcess, wa
 def test_every_kind_of_request_in_one_batch(drafted: ServerProcess, waiting: ServerProcess) -> None:
     """Rounds that wait and rounds that do not, in turns as requests come and go."""
     draw = random.Random(3)
-    plans = [(KNOWN[i % len(KNOWN)], {"max_new_tokens": draw.randrange(2, 70), **KINDS[i % len(KINDS)]}) for i in range(40)]
+    plans = [
+        (KNOWN[i % len(KNOWN)], {"max_new_tokens": draw.randrange(2, 70), **KINDS[i % len(KINDS)]}) for i in range(40)
+    ]
 
     def run(server: ServerProcess) -> list[Any]:
         with ThreadPoolExecutor(8) as pool:
