@@ -58,7 +58,7 @@ KINDS: list[dict[str, Any]] = [
     {"regex": r"[a-z]{20,40}"},
     {"custom_params": {"longdraft": {"mode": "off"}}, "ignore_eos": True},
     {"stop_token_ids": [40, 41, 42, 43, 44, 45, 46, 47]},
-    {"min_new_tokens": 30},
+    {"min_new_tokens": 2},
     {"logit_bias": {"65": 2.0}},
 ]
 
