@@ -23,7 +23,7 @@ class RequestStats:
 
     def summary(self) -> dict[str, Any]:
         """What the response's ``meta_info`` carries."""
-        chosen = {"shapes": dict(self.shapes)} if self.shapes else {}
+        chosen = {"shapes": dict(self.shapes)} if self.shapes.total() else {}
         return {
             **chosen,
             "mode": self.mode,

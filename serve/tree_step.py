@@ -44,8 +44,8 @@ class TreeStep(DecodeStep):
         shape = self.choice.pick(len(batch.reqs))
         limits = self._limits(batch, shape)
         if self.choice.open:
-            for req in batch.reqs:
-                stats.attach(req, self.settings.mode).shapes[shape.name] += 1
+            for counters in (stats.attach(req, self.settings.mode) for req in batch.reqs):
+                counters.shapes[shape.name] += counters.mode == "full"
         params = RowParams.build(batch.reqs, [1] * len(limits), batch.seq_lens.device)
         with self.clock.phase("draft"):
             tree = self._grow(batch, shape, limits, params)

@@ -19,6 +19,7 @@ from longdraft.errors import UserError
 from longdraft.serve.algorithm import LongDraftAlgorithm, validate_server_args
 from longdraft.serve.checks import REFUSED, REQUIRED_ONE, check_server_args
 from longdraft.serve.settings import ENVIRONMENT
+from longdraft.serve.tree_shape import candidates
 from longdraft.train.tiny_random import tiny_config
 
 METHODS = {"get_model_config", "get_attention_backends"}
@@ -333,3 +334,38 @@ def test_a_trees_places_are_sglangs_draft_tokens(monkeypatch: pytest.MonkeyPatch
     LongDraftAlgorithm("LONGDRAFT", lambda server_args: object).handle_server_args(args)
     assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (2, 6)
     assert args.cuda_graph_config.decode.backend == "full"
+
+
+@pytest.mark.parametrize(
+    ("tree", "steps", "drafted"), [("auto", 4, 5), ("auto:2,3", 2, 6), ("auto:eagle2:3,2,8", 3, 8)]
+)
+def test_a_choice_reserves_for_the_largest_shape(
+    tree: str, steps: int, drafted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENVIRONMENT, json.dumps({"tree": tree}))
+    args = arguments(device="cuda")
+    LongDraftAlgorithm("LONGDRAFT", lambda server_args: object).handle_server_args(args)
+    assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (steps, drafted)
+    largest = max(candidates(tree, steps), key=lambda shape: shape.places)
+    assert largest.places == drafted
+
+
+def test_a_choice_needs_a_draft_and_costs_of_every_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, json.dumps({"tree": "auto"}))
+    assert refused(arguments()).startswith("tree='auto' needs a draft: give one with --draft")
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"batches": [1], "ms": {f"chain{depth}": [1.0] for depth in range(3)}}))
+    monkeypatch.setenv(ENVIRONMENT, json.dumps({"tree": "auto", "tree_costs": str(costs)}))
+    given = {"speculative_draft_model_path": "folder", "speculative_num_steps": 3}
+    assert "has no row 'chain3' in ms, only ['chain0', 'chain1', 'chain2']: measure it too" in refused(
+        arguments(**given)
+    )
+
+
+def test_chains_of_a_choice_are_held_to_the_drafts_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("llama")
+    save_draft(tiny_draft(target, window=3), tmp_path / "d", "t")
+    monkeypatch.setenv(ENVIRONMENT, json.dumps({"tree": "auto"}))
+    given = {"speculative_draft_model_path": str(tmp_path / "d")}
+    assert "tree='auto' is 4 deep, the draft's window holds 3" in refused(arguments(target.model.config, **given))
+    check_server_args(arguments(target.model.config, speculative_num_steps=3, **given))

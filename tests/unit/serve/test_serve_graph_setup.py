@@ -1,5 +1,6 @@
 """What SGLang's graph capture is told: when graphs are made, with what input, and that the draft's follow at the same sizes."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,11 @@ from longdraft.serve import hooks, target_graphs
 from longdraft.serve.algorithm import LongDraftAlgorithm
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.settings import ENVIRONMENT
+from longdraft.serve.shape_choice import ShapeChoice
+from longdraft.serve.shape_costs import CostTable
 from longdraft.serve.spec_inputs import VerifyInput
+from longdraft.serve.tree_shape import candidates
+from longdraft.serve.tree_step import TreeStep
 from longdraft.serve.worker import LongDraftWorker
 
 
@@ -111,3 +116,38 @@ def test_a_batch_that_no_graph_holds_is_verified_as_it_is() -> None:
     static = StaticPlan(2, 3, 8, torch.device("cpu"))
     with pytest.raises(RuntimeError):
         static.fill(torch.zeros(4, 8, dtype=torch.int32), torch.tensor([1, 2, 3]), torch.tensor([1, 1, 1]), 1)
+
+
+def priced(monkeypatch: pytest.MonkeyPatch, costs: str | None, measured: Any) -> TreeStep:
+    worker = LongDraftWorker.__new__(LongDraftWorker)
+    worker.step = step = TreeStep.__new__(TreeStep)
+    step.choice = ShapeChoice(candidates("auto", 1))
+    worker.runner, worker.shapes, worker.costs, worker.most = (
+        SimpleNamespace(decode_cuda_graph_runner=None),
+        [],
+        costs,
+        4,
+    )
+    monkeypatch.setattr("longdraft.serve.worker.measured_costs", measured)
+    worker.init_cuda_graphs()
+    return step
+
+
+def test_costs_are_given_or_measured_and_a_measurement_that_fails_ends_no_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured = CostTable((1, 4), {"chain0": (1.0, 2.0), "chain1": (3.0, 4.0)})
+    caplog.set_level("INFO")
+    step = priced(monkeypatch, None, lambda step, runner, most: measured)
+    assert step.choice.costs == measured
+    assert measured.dump() in caplog.text, "what was measured can be given to the next start"
+    (tmp_path / "costs.json").write_text(measured.dump())
+
+    def fails(*_: Any) -> CostTable:
+        raise RuntimeError("no")
+
+    assert priced(monkeypatch, str(tmp_path / "costs.json"), fails).choice.costs == measured
+    broken = priced(monkeypatch, None, fails)
+    assert broken.choice.costs is None
+    assert broken.choice.pick(3).name == "chain1"
+    assert "nothing is chosen" in caplog.text

@@ -337,16 +337,17 @@ def test_simulated_acceptance_keeps_a_prefix_of_a_path() -> None:
 @pytest.mark.parametrize("params", [{}, {"frequency_penalty": 1.5}], ids=str)
 def test_any_choice_of_shapes_gives_the_targets_own_tokens(bonus: float, params: dict[str, Any]) -> None:
     """Another shape every round, plain decoding among them; what was chosen is counted."""
-    world, flat = (
-        World("auto:3,4,2", fresh(**params), TreeDrafter(bonus)),
-        World("1", fresh(**params), TreeDrafter(-99.0)),
-    )
+    off = {"custom_params": {"longdraft": {"mode": "off"}}}
+    undrafted, alone = (make_request("e", [2, 2], max_new_tokens=20, **params, **changes) for changes in (off, {}))
+    world = World("auto:3,4,2", [*fresh(**params)[:3], undrafted], TreeDrafter(bonus))
+    flat = World("1", [*fresh(**params)[:3], alone], TreeDrafter(-99.0))
     turns = itertools.cycle(world.step.choice.shapes.values())
     world.step.choice.pick = lambda batch: next(turns)  # type: ignore[method-assign]
     world.run()
     flat.run()
     assert tokens_of(world) == tokens_of(flat)
-    for req in world.reqs:
+    assert "shapes" not in stats.attach(undrafted, "full").summary()
+    for req in world.reqs[:3]:
         summary = stats.attach(req, "full").summary()
         assert sum(summary["shapes"].values()) == summary["rounds"]
         assert set(summary["shapes"]) <= {"chain0", "chain1", "chain2", "chain3", "3,4,2"}
