@@ -87,7 +87,8 @@ def write_models(folder: Path) -> dict[str, Path]:
 def launch_command(
     system: str, models: dict[str, Path], context: int, times: Path | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of one system; ``-eager`` behind ours means without CUDA graphs.
+    """Command line and environment of one system; behind ours ``-sync`` means without overlap, ``-eager`` also without
+    CUDA graphs.
 
     Args:
         system: its name.
@@ -115,7 +116,7 @@ def launch_command(
             command += ["--speculative-draft-window-size", str(WINDOW)]
         return command, {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT)), "SGLANG_PLUGINS": "none"}
     if system.startswith("longdraft"):
-        draft = system.removesuffix("-eager")
+        draft = system.removesuffix("-eager").removesuffix("-sync")
         command += [
             "--speculative-algorithm",
             "LONGDRAFT",
@@ -123,6 +124,8 @@ def launch_command(
             str(models[draft]),
             *steps,
         ]
+        if system.endswith(("-sync", "-eager")):
+            command += ["--disable-overlap-schedule"]
         if system.endswith("-eager"):
             command += ["--disable-cuda-graph"]
         own = {"draft_head_tokens": HEAD, "draft_head_counts": str(models["counts"])} if draft == "longdraft" else {}
