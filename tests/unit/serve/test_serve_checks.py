@@ -270,6 +270,7 @@ def test_the_algorithm_sets_what_a_chain_needs(given: int | None, steps: int) ->
         ({"disable_overlap_schedule": True}, {}, ""),
         ({"speculative_draft_model_path": None}, {}, "lookup drafter"),
         ({}, {"tree": "2,3"}, "tree"),
+        ({}, {"tree": "auto"}, "tree"),
         ({"device": "cuda"}, {"attention": "flashinfer"}, "attention='flashinfer'"),
         ({"device": "cuda"}, {"attention": "fa3"}, None),
         ({"device": "cuda"}, {}, None),
