@@ -135,9 +135,12 @@ def launch_command(
     return command, {"SGLANG_PLUGINS": "none"}
 
 
-def generate(server: Server, ids: list[list[int]], new_tokens: int) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds and the answers of one batch."""
-    params = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+def generate(
+    server: Server, ids: list[list[int]], new_tokens: int, sampling: list[dict[str, Any]] | None = None
+) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds and the answers of one batch, greedy unless each request's ``sampling`` is given."""
+    common = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    params = [common | own for own in sampling or [{}] * len(ids)]
     body = json.dumps({"input_ids": ids, "sampling_params": params}).encode()
     request = urllib.request.Request(f"{server.address}/generate", body, {"content-type": "application/json"})
     start = time.perf_counter()

@@ -47,6 +47,14 @@ class Run:
         """Tokens a verification, bonus in."""
         return 1 + self.accepted / max(1, self.verifications)
 
+    def take(self, answers: list[dict[str, Any]]) -> None:
+        """Add a batch's answers and what their counters say."""
+        for answer in answers:
+            self.tokens.append(list(answer["output_ids"]))
+            counters = (answer["meta_info"].get("longdraft") or [{}])[-1]
+            self.accepted += counters.get("accepted", 0)
+            self.verifications += counters.get("target_verifications", 0)
+
 
 def read_prompts(path: Path, tokenizer: Any, longest: int) -> list[list[int]]:
     """Token ids of a JSONL file's prompts, at most ``longest`` of each.
@@ -108,11 +116,7 @@ def decode(server: Server, prompts: list[list[int]], batch: int, new_tokens: int
         begin_s, _ = generate(server, ids, 1)
         all_s, answers = generate(server, ids, new_tokens)
         run.seconds += all_s - begin_s
-        for answer in answers:
-            run.tokens.append(list(answer["output_ids"]))
-            counters = (answer["meta_info"].get("longdraft") or [{}])[-1]
-            run.accepted += counters.get("accepted", 0)
-            run.verifications += counters.get("target_verifications", 0)
+        run.take(answers)
     return run
 
 
