@@ -40,7 +40,10 @@ def test_graphs_are_made_on_a_card_where_the_attention_can_be_captured(
     arguments = SimpleNamespace(
         device=device,
         speculative_num_steps=None,
+        speculative_draft_model_path="folder",
         max_running_requests=None,
+        disable_overlap_schedule=False,
+        enable_forward_pass_metrics=False,
         disable_cuda_graph=False,
         cuda_graph_config=SimpleNamespace(**phases),
     )
