@@ -8,7 +8,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from longdraft.serve.checks import check_server_args, exit_on_user_error
 from longdraft.serve.settings import ServeSettings, read_environment
-from longdraft.serve.tree_shape import CHAIN, parse_tree
+from longdraft.serve.tree_shape import parse_tree
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,6 @@ def without_overlap(server_args: Any, settings: ServeSettings) -> str | None:
     """Why rounds have to wait for the host; None where they need not (:mod:`longdraft.serve.device_step`)."""
     if server_args.speculative_draft_model_path is None:
         return "the lookup drafter reads the requests' tokens on the host"
-    if settings.tree != CHAIN:
-        return "a tree's kept path is worked out on the host"
     if server_args.device == "cuda" and settings.attention in ("flashinfer", "torch"):
         return f"attention={settings.attention!r} reads lengths on the host"
     if server_args.enable_forward_pass_metrics:

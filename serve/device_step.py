@@ -66,7 +66,7 @@ class Roster:
     def build(reqs: list[Any], modes: list[str], device: torch.device) -> "Roster":
         """Read the requests and send what the device needs of them there."""
         stops = [sorted(stop_tokens(r)) for r in reqs]
-        most = max(map(len, stops))
+        most = max(1, *map(len, stops))
         return Roster(
             list(reqs),
             tuple(r.rid for r in reqs),
@@ -80,6 +80,17 @@ class Roster:
             RowParams.build(reqs, [1] * len(reqs), device),
         )
 
+    def returned(self, run_BN: torch.Tensor, kept_B: torch.Tensor) -> torch.Tensor:
+        """How much of each run is returned, int64 ``[B]``: up to the first token that ends the request (:mod:`emission`).
+
+        Args:
+            run_BN: kept drafts and the target's choice behind them, and any tokens behind that.
+            kept_B: kept drafts of each.
+        """
+        offset_N = torch.arange(run_BN.shape[1], device=run_BN.device)
+        ends_BN = (run_BN[:, :, None] == self.stop_BS[:, None]).any(-1)
+        return torch.minimum(kept_B, offset_N.where(ends_BN, run_BN.shape[1]).amin(1)) + 1
+
     def of(self, reqs: list[Any]) -> bool:
         """Whether these are the requests."""
         return len(reqs) == len(self.reqs) and all(a is b for a, b in zip(reqs, self.reqs, strict=True))
@@ -87,17 +98,25 @@ class Roster:
 
 @dataclass(frozen=True)
 class Drafts:
-    """A round's drafts, int64 ``[B, K]``, how many of each request count, and whether any were drafted at all."""
+    """A round's drafts, int64 ``[B, K]``, and how many of each request count."""
 
     id_BK: torch.Tensor
     limit_B: torch.Tensor
-    some: bool
 
 
 def needs_text(req: Any) -> bool:
     """Whether the request's next token, or where it ends, depends on what it has written."""
     params = req.sampling_params
     return bool(req.grammar is not None or penalised(req) or params.stop_strs or params.stop_regex_strs)
+
+
+@dataclass(frozen=True)
+class Gained:
+    """What each request returns: the first ``count_B`` of ``id_BN``, chosen behind ``place_BN`` of its verified tokens."""
+
+    id_BN: torch.Tensor
+    count_B: torch.Tensor
+    place_BN: torch.Tensor
 
 
 class DeviceStep(DecodeStep):
@@ -108,8 +127,9 @@ class DeviceStep(DecodeStep):
         self.newest_R: torch.Tensor | None = None
         self.columns = 0  # of SGLang's page table
         self.roster: Roster | None = None
-        # Rounds that the scheduler has not processed yet, and whether they had drafts; None for one that was counted when it ran.
-        self.launched: deque[tuple[list[Any], bool] | None] = deque()
+        # Rounds that the scheduler has not processed yet, with the number of drafts of each request, which is on its way to the
+        # host; None for a round that was counted when it ran.
+        self.launched: deque[tuple[list[Any], torch.Tensor, Any] | None] = deque()
 
     def remember(self, batch: ScheduleBatch, newest_B: torch.Tensor) -> None:
         if self.newest_R is None:
@@ -130,13 +150,14 @@ class DeviceStep(DecodeStep):
         launched = self.launched.popleft()
         if launched is None:
             return
-        reqs, drafted = launched
-        for req, count in zip(reqs, gained, strict=True):
+        reqs, drafted_B, more = launched
+        if more is not None:
+            self._learn(reqs, more)
+        for req, drafted, count in zip(reqs, drafted_B.tolist(), gained, strict=True):
             if req.finished() or req.is_retracted:
                 continue
             counters = stats.attach(req, self.settings.mode)
-            limit = min(self.stride - 1, room(req) - 1, self.columns - len(Tokens(req)))  # as _limits has it
-            counters.accept.add(max(0, limit) if drafted and counters.mode == "full" else 0, count)
+            counters.accept.add(drafted, count)
             counters.rounds += 1
 
     def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
@@ -150,13 +171,31 @@ class DeviceStep(DecodeStep):
         assert self.newest_R is not None, "a prefill comes first"
         row_B, table_RW = batch.req_pool_indices, batch.req_to_token_pool.req_to_token
         running = Running(roster.rids, row_B, table_RW, batch.seq_lens, self.newest_R[row_B])
+        return self._round(batch, roster, running)
+
+    def _round(self, batch: ScheduleBatch, roster: Roster, running: Running) -> GenerationBatchResult:
         with self.clock.phase("draft"):
             drafts = self._draft(roster, running)
+        return self._chains(batch, roster, running, drafts)
+
+    def _chains(
+        self, batch: ScheduleBatch, roster: Roster, running: Running, drafts: Drafts, more: Any = None
+    ) -> GenerationBatchResult:
         seen, drafts = self._verify(batch, roster, running, drafts)
-        self.launched.append((roster.reqs, drafts.some))
+        self._launch(roster, drafts.limit_B, more)
         with self.clock.phase("keep"):
             run_BT, count_B = self._accept(roster, drafts, seen)
-            return self._returned(batch, running, run_BT, count_B, seen)
+            place_T = torch.arange(run_BT.shape[1], device=run_BT.device)
+            return self._returned(batch, running, Gained(run_BT, count_B, place_T.expand_as(run_BT)), seen)
+
+    def _launch(self, roster: Roster, drafted_B: torch.Tensor, more: Any = None) -> None:
+        """Note the round for :meth:`processed`; ``more`` is what :meth:`_learn` then gets."""
+        if more is not None:
+            more = (more[0], more[1].to("cpu", non_blocking=True))
+        self.launched.append((roster.reqs, drafted_B.to("cpu", non_blocking=True), more))
+
+    def _learn(self, reqs: list[Any], more: Any) -> None:
+        """What a kind of rounds learns from one when its tokens are there."""
 
     def _roster(self, batch: ScheduleBatch) -> Roster:
         if self.roster is None or not self.roster.of(batch.reqs):
@@ -173,7 +212,7 @@ class DeviceStep(DecodeStep):
             logger.exception("longdraft: the drafter cannot follow request %s, its drafts are worse", req.rid)
             self.drafter.forget(req.rid)
 
-    def _limits(self, roster: Roster, running: Running) -> torch.Tensor:
+    def _chain_limits(self, roster: Roster, running: Running) -> torch.Tensor:
         """Drafts of each request that are verified: within its length and its row of the page table."""
         left_B = (roster.end_B - 2).clamp_max(self.columns - 1) - running.length_B
         return left_B.clamp(0, self.stride - 1) * roster.drafts_B
@@ -185,18 +224,21 @@ class DeviceStep(DecodeStep):
         try:
             id_BK = self.drafter.propose_running(running, roster.params)
         except Exception:
-            logger.exception("longdraft: the drafter failed, its requests go on without drafts for this step")
-            self.drafter.clear()
-            for req, mode in zip(roster.reqs, roster.modes, strict=True):
-                stats.attach(req, mode).failures += mode == "full"
+            self._failed(roster)
             return self._no_drafts(len(roster.reqs), running)
-        return Drafts(id_BK.clamp(0, self.vocab - 1), self._limits(roster, running), True)
+        return Drafts(id_BK.clamp(0, self.vocab - 1), self._chain_limits(roster, running))
+
+    def _failed(self, roster: Roster) -> None:
+        logger.exception("longdraft: the drafter failed, its requests go on without drafts for this step")
+        self.drafter.clear()
+        for req, mode in zip(roster.reqs, roster.modes, strict=True):
+            stats.attach(req, mode).failures += mode == "full"
 
     def _no_drafts(self, count: int, running: Running, together: int | None = None) -> Drafts:
         """Nothing drafted for ``count`` requests, as wide as the graphs of ``together`` want it (None: of all)."""
         width = self._graph_width(together or count, 1) or 1
         id_BK = torch.zeros(count, width - 1, dtype=torch.int64, device=running.length_B.device)
-        return Drafts(id_BK, id_BK.new_zeros(count), False)
+        return Drafts(id_BK, id_BK.new_zeros(count))
 
     def _verify(
         self, batch: ScheduleBatch, roster: Roster, running: Running, drafts: Drafts
@@ -246,22 +288,22 @@ class DeviceStep(DecodeStep):
         offset_T = torch.arange(steps + 1, device=limit_B.device)
         drafted_BT = torch.cat([draft_BK, choice_BT[:, -1:]], 1)
         run_BT = torch.where(offset_T < kept_B[:, None], drafted_BT, choice_BT)
-        ends_BT = (run_BT[:, :, None] == roster.stop_BS[:, None]).any(-1)
-        return run_BT, torch.minimum(kept_B, offset_T.where(ends_BT, steps).amin(1)) + 1
+        return run_BT, roster.returned(run_BT, kept_B)
 
     def _returned(
-        self, batch: ScheduleBatch, running: Running, run_BT: torch.Tensor, count_B: torch.Tensor, seen: Verified
+        self, batch: ScheduleBatch, running: Running, gained: Gained, seen: Verified
     ) -> GenerationBatchResult:
-        output, (size, width) = logits_output(seen.logits_TV), run_BT.shape
+        output, (size, width) = logits_output(seen.logits_TV), gained.id_BN.shape
         if batch.return_logprob:
-            place_S = torch.arange(self.stride, device=run_BT.device).clamp_max(width - 1)
-            first_B1 = torch.arange(size, device=run_BT.device)[:, None] * width
-            compute_spec_v2_logprobs(batch, output, seen.choice_T, first_B1 + place_S, self.stride - 1)
+            offset_S = torch.arange(self.stride, device=seen.choice_T.device).clamp_max(width - 1)
+            first_B1 = torch.arange(size, device=seen.choice_T.device)[:, None] * (len(seen.choice_T) // size)
+            row_BS = first_B1 + gained.place_BN[:, offset_S]
+            compute_spec_v2_logprobs(batch, output, seen.choice_T, row_BS, self.stride - 1)
         return GenerationBatchResult(
             logits_output=output,
-            next_token_ids=torch.nn.functional.pad(run_BT, (0, self.stride - width)).flatten(),
-            accept_lens=count_B,
-            new_seq_lens=running.length_B + count_B,
+            next_token_ids=torch.nn.functional.pad(gained.id_BN, (0, self.stride - width)).flatten(),
+            accept_lens=gained.count_B,
+            new_seq_lens=running.length_B + gained.count_B,
             speculative_num_draft_tokens=self.stride,
             next_draft_input=DraftInput(),
             can_run_cuda_graph=False,

@@ -3,7 +3,6 @@
 Legend: B requests, K drafted tokens, T = K + 1 new tokens of a request, V vocabulary.
 """
 
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -57,31 +56,59 @@ def verify_running(
         id_BT = torch.cat([running.newest_B[:, None], draft_BK], 1).gather(1, at_BT)
         position_BT = running.length_B[:, None] + at_BT
         slot_BT = running.table_RW[running.row_B[:, None], position_BT].long() * (offset_T <= limit_B[:, None])
-        reserved = [min(r.kv_allocated_len, running.table_RW.shape[1]) for r in reqs]  # no less than what is cached
-        plan = None if in_graph else running.plan(max(reserved), width)
-        forward = ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=count,
-            input_ids=id_BT.flatten(),
-            req_pool_indices=running.row_B,
-            seq_lens=running.length_B,
-            seq_lens_cpu=torch.tensor(reserved, dtype=torch.int64),  # says how much of the page table is read
-            seq_lens_sum=sum(reserved),
-            orig_seq_lens=running.length_B,
-            out_cache_loc=slot_BT.flatten(),
-            positions=position_BT.flatten(),
-            spec_algorithm=batch.spec_algorithm,
-            spec_info=VerifyInput(plan, observer.capture),
-            capture_hidden_mode=observer.capture,
-            sampling_info=batch.sampling_info,
-            rids=[r.rid for r in reqs],
-            lora_ids=[None] * count,
-        )
+        forward = forward_of(batch, reqs, running, (id_BT, position_BT, slot_BT), observer, in_graph)
         result = target_worker.forward_batch_generation(batch=None, forward_batch=forward, is_verify=True)
         owner_T = torch.arange(count, device=draft_BK.device).repeat_interleave(width, output_size=count * width)
         observer.verified(forward, running.table_RW, owner_T, result.logits_output)
     with clock.phase("sampling"):
-        unread = list(repeat([0] * (width - 1), count))
-        logits_TV = process_logits(result.logits_output.next_token_logits, reqs, unread)
-        choice_T = params.repeat(width).choose(logits_TV, position_BT.flatten())
+        choice_T, logits_TV = choose_running(result.logits_output.next_token_logits, reqs, params, position_BT)
     return Verified(choice_T, logits_TV, list(range(0, (count + 1) * width, width)))
+
+
+def forward_of(
+    batch: ScheduleBatch,
+    reqs: list[Any],
+    running: Running,
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    observer: Observer,
+    in_graph: bool,
+    bits_TW: torch.Tensor | None = None,
+) -> ForwardBatch:
+    """SGLang's forward of a verification.
+
+    Args:
+        batch, reqs, running, observer, in_graph: as in :func:`verify_running`.
+        new: int64 ids, positions and cache slots of the new tokens, ``[B, T]`` each.
+        bits_TW: which of them each one of a tree reads; None for chains.
+    """
+    id_BT, position_BT, slot_BT = new
+    count, width = id_BT.shape
+    reserved = [min(r.kv_allocated_len, running.table_RW.shape[1]) for r in reqs]  # no less than what is cached
+    plan = None if in_graph else running.plan(max(reserved), width)
+    return ForwardBatch(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        batch_size=count,
+        input_ids=id_BT.flatten(),
+        req_pool_indices=running.row_B,
+        seq_lens=running.length_B,
+        seq_lens_cpu=torch.tensor(reserved, dtype=torch.int64),  # says how much of the page table is read
+        seq_lens_sum=sum(reserved),
+        orig_seq_lens=running.length_B,
+        out_cache_loc=slot_BT.flatten(),
+        positions=position_BT.flatten(),
+        spec_algorithm=batch.spec_algorithm,
+        spec_info=VerifyInput(plan, observer.capture, bits_TW),
+        capture_hidden_mode=observer.capture,
+        sampling_info=batch.sampling_info,
+        rids=[r.rid for r in reqs],
+        lora_ids=[None] * count,
+    )
+
+
+def choose_running(
+    logits_TV: torch.Tensor, reqs: list[Any], params: RowParams, position_BT: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(choice_T, processed logits_TV)`` of requests whose choice depends on no text; positions are those of the input tokens."""
+    width = position_BT.shape[1]
+    logits_TV = process_logits(logits_TV, reqs, [[0] * (width - 1)] * len(reqs))
+    return params.repeat(width).choose(logits_TV, position_BT.flatten()), logits_TV

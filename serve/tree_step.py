@@ -4,10 +4,8 @@ Legend: B requests, T places of a tree, D1 nodes of the deepest path.
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -19,8 +17,7 @@ from longdraft.kernels.tree_accept import Accepted, path_to, tree_accept
 from longdraft.kernels.tree_bits import unpack_bits
 from longdraft.serve import stats
 from longdraft.serve.decode_step import DecodeStep
-from longdraft.serve.device_step import DeviceStep
-from longdraft.serve.drafters.base import Drafter, DraftRequest
+from longdraft.serve.drafters.base import DraftRequest
 from longdraft.serve.emission import emitted, room
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.shape_choice import ShapeChoice
@@ -68,7 +65,8 @@ class TreeStep(DecodeStep):
         limits = []
         for req in batch.reqs:
             cached = Tokens(req).cached
-            drafting = self.mode_of(req) == "full" and req.kv_allocated_len - cached >= shape.places and cached > 0
+            fits = req.kv_allocated_len - cached >= shape.places and cached > 0
+            drafting = self.mode_of(req) == "full" and fits and not req.finished()
             limits.append(max(0, min(shape.depth, room(req) - 1)) if drafting else 0)
         return limits
 
@@ -91,7 +89,8 @@ class TreeStep(DecodeStep):
         table, requests = batch.req_to_token_pool.req_to_token, []
         for req, limit in zip(batch.reqs, limits, strict=True):
             tokens = Tokens(req)
-            requests.append(DraftRequest(req.rid, tokens, table[req.req_pool_idx, : tokens.cached], limit))
+            row = req.req_pool_idx or 0  # a finished request has none any more
+            requests.append(DraftRequest(req.rid, tokens, table[row, : tokens.cached], limit))
         return self.drafter.propose_tree(requests, params, shape)
 
     def verified(self, batch: ScheduleBatch, tree: Tree, shape: TreeShape, params: RowParams) -> VerifiedTree:
@@ -114,10 +113,12 @@ class TreeStep(DecodeStep):
         runs = []
         for req, path, run, count in zip(batch.reqs, paths, gained, drafted, strict=True):
             run = emitted(req, run)
+            runs.append(run)
+            if req.finished():  # since this batch was made: what it would return is dropped
+                continue
             counters = stats.attach(req, self.settings.mode)
             counters.accept.add(count, min(len(path) - 1, len(run) - 1))
             counters.rounds += 1
-            runs.append(run)
         paths = [path[: len(run)] for path, run in zip(paths, runs, strict=True)]
         keep_paths(batch, tree, seen, paths, partial(self._move, len(runs)), self.observer)
         for req, run, count in zip(batch.reqs, runs, drafted, strict=True):
@@ -165,13 +166,3 @@ def forced_path(tree: Tree, choice_BT: torch.Tensor, counts: list[int]) -> Accep
     following_BD1 = torch.cat([kept.path_BD1[:, 1:], last_B1], 1)
     drafted = torch.arange(tree.depth + 1, device=choice_BT.device) < count_B1
     return replace(kept, token_BD1=torch.where(drafted, tree.token_BT.gather(1, following_BD1), kept.token_BD1))
-
-
-def make_step(shapes: Sequence[TreeShape], *args: Any) -> DecodeStep:
-    """The step of a server that drafts in one of these shapes; in chains alone where there are none."""
-    if not shapes:
-        drafter: Drafter = args[1]
-        return DeviceStep(*args) if drafter.on_device else DecodeStep(*args)
-    step = TreeStep(*args)
-    step.choice = ShapeChoice(shapes)
-    return step

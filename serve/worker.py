@@ -15,6 +15,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.build_drafter import build_drafter
 from longdraft.serve.cache_format import cache_scales, verify_backend
+from longdraft.serve.make_step import make_step
 from longdraft.serve.measure_costs import measured_costs
 from longdraft.serve.observer import Observer
 from longdraft.serve.settings import read_environment
@@ -26,7 +27,7 @@ from longdraft.serve.target_graphs import TargetGraphs
 from longdraft.serve.target_layers import check_layers
 from longdraft.serve.target_weights import TargetWeights
 from longdraft.serve.tree_shape import candidates
-from longdraft.serve.tree_step import TreeStep, make_step
+from longdraft.serve.tree_step import TreeStep
 
 logger = logging.getLogger(__name__)
 

@@ -31,11 +31,17 @@ class MadeUpTarget:
         device: str = "cpu",
         features: int = 0,
     ) -> None:
-        self.model_runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=vocab), device=device)
         self.broken, self.vocab = broken, vocab
         draw = torch.Generator().manual_seed(0)
         self.features_VA = torch.randn(vocab, features, generator=draw).to(device) if features else None
         self.place_S = torch.zeros(ROWS * COLUMNS + 1, 2, dtype=torch.int64, device=device)  # token, position by slot
+        values_S = torch.zeros_like(self.place_S)
+        pool = SimpleNamespace(
+            layer_num=1, get_key_buffer=lambda layer: self.place_S, get_value_buffer=lambda layer: values_S
+        )
+        self.model_runner = SimpleNamespace(
+            model_config=SimpleNamespace(vocab_size=vocab), device=device, token_to_kv_pool=pool
+        )
 
     def forward_batch_generation(self, batch: None, forward_batch: Any, is_verify: bool) -> Any:
         if self.broken(forward_batch):
@@ -98,8 +104,8 @@ class Server:
         reqs, result = self.queue.popleft()
         counts = result.accept_lens.tolist()
         self.step.processed([n - 1 for n in counts])
-        for req, row, count in zip(reqs, result.next_token_ids.view(len(reqs), STRIDE).tolist(), counts, strict=True):
-            assert 1 <= count <= STRIDE
+        for req, row, count in zip(reqs, result.next_token_ids.view(len(reqs), -1).tolist(), counts, strict=True):
+            assert 1 <= count <= self.step.stride
             if not req.finished():
                 req.gain(row[:count])
 
@@ -118,7 +124,7 @@ class Server:
             with self.guard():
                 result = self.step.run(batch)
                 last_B1 = result.accept_lens[:, None] - 1
-                self.step.remember(batch, result.next_token_ids.view(len(live), STRIDE).gather(1, last_B1)[:, 0])
+                self.step.remember(batch, result.next_token_ids.view(len(live), -1).gather(1, last_B1)[:, 0])
                 self.length_R[batch.req_pool_indices] = result.new_seq_lens
             if self.queue:
                 self.process()

@@ -102,6 +102,27 @@ class Drafter(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} reads tokens on the host")
 
+    def propose_trees_running(
+        self, running: Running, limit_B: torch.Tensor, params: RowParams, shape: TreeShape
+    ) -> Tree:
+        """Grow trees as :meth:`propose_tree` does, from and to the device; views, which the next batch overwrites.
+
+        Args:
+            running: as in :meth:`propose_running`.
+            limit_B: int64 depth of each tree at most, 0 for the root alone.
+            params, shape: as in :meth:`propose_tree`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} reads tokens on the host")
+
+    def keep(self, running: Running, id_BN: torch.Tensor, count_B: torch.Tensor) -> None:  # noqa: B027
+        """After a round with trees or without drafts the target has computed these tokens, from the newest on.
+
+        Args:
+            running: the batch as it was before the round.
+            id_BN: int64 tokens.
+            count_B: int64 how many of each count; what stands behind them are any tokens.
+        """
+
     def propose_tree(self, requests: list[DraftRequest], params: RowParams, shape: TreeShape) -> Tree:
         """A tree behind each request's newest token, never deeper than its ``limit``; the root alone where that is 0.
 

@@ -122,6 +122,16 @@ class Eagle3Drafter(Drafter):
         self.runner.run(count, variant)
         return self.inputs.drafted_BK[:count].clone()
 
+    def propose_trees_running(
+        self, running: Running, limit_B: torch.Tensor, params: RowParams, shape: TreeShape
+    ) -> Tree:
+        assert self.bound, "bind_pool() first"
+        count, size = len(running.row_B), self.trees.runner.padded(len(running.row_B))
+        self.before_BE[:count] = self.hidden_SE[running.last_slot()]
+        self.before_BE[count:size] = 0
+        view = running.view(1, self.sinks, self.window)
+        return self.trees.run_running(torch.zeros_like(running.row_B), running, view, limit_B, params, shape)
+
     def propose_tree(self, requests: list[DraftRequest], params: RowParams, shape: TreeShape) -> Tree:
         assert self.bound, "bind_pool() first"
         self._fill_before(requests, self.trees.runner.padded(len(requests)))

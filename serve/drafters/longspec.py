@@ -107,20 +107,37 @@ class LongSpecDrafter(Drafter):
 
     def propose_running(self, running: Running, pick: Pick) -> torch.Tensor:
         assert self.layers, "bind_cache() first"
-        rows = tuple(self.rows.get(rid, self.max_requests) for rid in running.rids)
-        if rows != self.running_rows:
-            self.running_rows, self.running_row_B = rows, to_device(rows, torch.int64, self.state.k.device)
-        for rid in running.rids:
-            if rid in self.rows:
-                self.rows[rid] = self.rows.pop(rid)  # the first of the rows is the one not used for longest
-        count, view = len(rows), running.view(0, self.sinks, self.context - self.sinks)
+        row_B, view = self._rows_running(running), running.view(0, self.sinks, self.context - self.sinks)
+        count = len(row_B)
         size = self.runner.padded(count)
-        variant = self.inputs.take(self.running_row_B, running, view, pick, size)
+        variant = self.inputs.take(row_B, running, view, pick, size)
         self.plan = None
         if not self.runner.sizes and self.state.k.device.type == "cpu":  # which reads runs of slots in place
             self.plan = AttentionPlan.build(view[0], view[1].tolist(), [1] * size)
         self.runner.run(count, variant)
         return self.inputs.drafted_BK[:count].clone()
+
+    def _rows_running(self, running: Running) -> torch.Tensor:
+        """Ring of each request, the idle one for a request that has none."""
+        for rid in running.rids:
+            if rid in self.rows:
+                self.rows[rid] = self.rows.pop(rid)  # the first of the rows is the one not used for longest
+        rows = tuple(self.rows.get(rid, self.max_requests) for rid in running.rids)
+        if rows != self.running_rows:
+            self.running_rows, self.running_row_B = rows, to_device(rows, torch.int64, self.state.k.device)
+        return self.running_row_B
+
+    def propose_trees_running(
+        self, running: Running, limit_B: torch.Tensor, params: RowParams, shape: TreeShape
+    ) -> Tree:
+        assert self.layers, "bind_cache() first"
+        view = running.view(0, self.sinks, self.context - self.sinks)
+        return self.trees.run_running(self._rows_running(running), running, view, limit_B, params, shape)
+
+    def keep(self, running: Running, id_BN: torch.Tensor, count_B: torch.Tensor) -> None:
+        offset_N = torch.arange(id_BN.shape[1], device=id_BN.device)
+        row_BN = torch.where(offset_N < count_B[:, None], self._rows_running(running)[:, None], self.max_requests)
+        self.state.store(row_BN.flatten(), id_BN.flatten(), (running.length_B[:, None] + offset_N).flatten())
 
     def propose_tree(self, requests: list[DraftRequest], params: RowParams, shape: TreeShape) -> Tree:
         assert self.layers, "bind_cache() first"

@@ -22,6 +22,7 @@ from longdraft.kernels.tree_bits import words
 from longdraft.serve.drafters.base import DraftRequest
 from longdraft.serve.drafters.cross_attention import Cache, newest_rows, read_layers
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
+from longdraft.serve.drafters.running import Running
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.tree_shape import TreeShape
@@ -75,6 +76,26 @@ class TreeLoop:
         variant = self.inputs.fill(rows, roots, positions, pages, params, size)
         limits = [r.limit for r in requests] + [0] * (size - count)
         self.limit_B[:size].copy_(torch.tensor(limits), non_blocking=True)
+        return self._run(count, shape, variant)
+
+    def run_running(
+        self,
+        row_B: torch.Tensor,
+        running: Running,
+        view: tuple[torch.Tensor, torch.Tensor],
+        limit_B: torch.Tensor,
+        params: RowParams,
+        shape: TreeShape,
+    ) -> Tree:
+        """:meth:`run` for a batch that the device alone knows; the arguments are those of :meth:`LoopInputs.take` and its limits."""
+        count = len(row_B)
+        size = self.runner.padded(count)
+        variant = self.inputs.take(row_B, running, view, params, size)
+        self.limit_B[:count] = limit_B
+        self.limit_B[count:size] = 0
+        return self._run(count, shape, variant)
+
+    def _run(self, count: int, shape: TreeShape, variant: Any) -> Tree:
         grown = self._trees(shape)
         self.runner.run(count, (shape, variant))
         return first_trees(grown, count)

@@ -14,11 +14,13 @@ from longdraft.serve.device_step import DeviceStep
 from longdraft.serve.drafters.cross_attention import Cache
 from longdraft.serve.drafters.eagle3 import Eagle3Drafter
 from longdraft.serve.drafters.longspec import LongSpecDrafter
+from longdraft.serve.make_step import make_step
 from longdraft.serve.observer import Observer
 from longdraft.serve.settings import ServeSettings
+from longdraft.serve.tree_shape import parse_tree
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-DEVICE, KERNEL, TOKENS = "cuda", "triton", 256
+DEVICE, KERNEL, TOKENS = "cuda", "triton", 288
 SLOTS = ROWS * COLUMNS + 1
 KINDS: list[dict[str, Any]] = [
     {},
@@ -72,13 +74,16 @@ def requests() -> list[Any]:
     ]
 
 
-def serve(build: Any, sizes: list[int], behind: bool, guarded: bool) -> list[Any]:
+def serve(build: Any, tree: str, sizes: list[int], behind: bool, guarded: bool) -> list[Any]:
     """Tokens and counters of one batch of every kind; once to build kernels and graphs, then watched."""
     drafter = build()
     features = 3 * drafter.draft.config.target.hidden_size if drafter.observed_layers else 0
-    drafter.use_graphs(sizes)
+    shape = parse_tree(tree)
+    drafter.use_graphs(sizes, [] if shape is None else [shape])
     target = MadeUpTarget(vocab=TOKENS, device=DEVICE, features=features)
-    step = DeviceStep(target, drafter, Observer(drafter), ServeSettings(), STRIDE)
+    stride = STRIDE if shape is None else shape.places
+    step = make_step([] if shape is None else [shape], target, drafter, Observer(drafter), ServeSettings(), stride)
+    assert isinstance(step, DeviceStep)
     for guard in [False, True] if guarded else [False]:
         for req in requests():
             drafter.forget(req.rid)
@@ -94,9 +99,10 @@ def _nothing() -> Iterator[None]:
 
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("sizes", [[], [1, 2, 4, 8]], ids=["eager", "graphs"])
+@pytest.mark.parametrize("tree", ["chain", "2,3,2", "eagle2:3,2,7"])
 @pytest.mark.parametrize("build", [longspec, eagle3])
-def test_a_round_waits_for_nothing(build: Any, sizes: list[int], behind: bool, caplog: Any) -> None:
-    served = serve(build, sizes, behind, True)
+def test_a_round_waits_for_nothing(build: Any, tree: str, sizes: list[int], behind: bool, caplog: Any) -> None:
+    served = serve(build, tree, sizes, behind, True)
     waits = [str(r.exc_info[1]) if r.exc_info else r.message for r in caplog.records if "longdraft" in r.message]
     assert not waits, "a round waited for the device, or failed"
     for kind, req, (tokens, _) in zip(KINDS, requests(), served, strict=True):
@@ -104,8 +110,9 @@ def test_a_round_waits_for_nothing(build: Any, sizes: list[int], behind: bool, c
             assert tokens == plainly(req)
 
 
+@pytest.mark.parametrize("tree", ["chain", "2,3,2", "eagle2:3,2,7"])
 @pytest.mark.parametrize("build", [longspec, eagle3])
-def test_eager_graphs_and_a_host_behind_give_the_same_tokens_and_counts(build: Any) -> None:
-    want = serve(build, [], False, False)
+def test_eager_graphs_and_a_host_behind_give_the_same_tokens_and_counts(build: Any, tree: str) -> None:
+    want = serve(build, tree, [], False, False)
     for sizes, behind in (([], True), ([1, 2, 4, 8], False), ([1, 2, 4, 8], True)):
-        assert serve(build, sizes, behind, False) == want, f"sizes={sizes}, overlap={behind}"
+        assert serve(build, tree, sizes, behind, False) == want, f"sizes={sizes}, overlap={behind}"

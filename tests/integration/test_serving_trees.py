@@ -1,5 +1,6 @@
 """Servers that draft trees return what a plain one returns, greedy and seeded, over both kinds of drafts (float32; V1, V9)."""
 
+import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -7,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_process import CPU_ARGUMENTS, STRICT, ServerProcess, counters, tokens
+from server_process import CPU_ARGUMENTS, SPECULATIVE, STRICT, ServerProcess, counters, tokens
 from tiny import tiny_model
 from tiny_draft import known_prompts, train_tiny_draft, train_tiny_eagle3
+
+from longdraft.serve.settings import ENVIRONMENT
 
 KNOWN = [p.tolist() for p in known_prompts()]
 OFF = {"custom_params": {"longdraft": {"mode": "off"}}}
@@ -30,12 +33,15 @@ def plain_one(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module", params=SHAPES)
 def trees(request: Any, target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Few slots, so that trees are drafted around retractions; every step checks that no slot is lost."""
+    """Few slots, so that trees are drafted around retractions, and the overlap schedule; every step checks that no slot is lost."""
     folder = tmp_path_factory.mktemp(request.param)
     train = train_tiny_draft if request.param == "longspec" else train_tiny_eagle3
-    arguments = ["--draft", str(train(target, folder / "draft")), "--tree", SHAPES[request.param]]
-    with longdraft_serve(target, arguments, folder / "log", 2500) as server:
+    arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(train(target, folder / "draft"))]
+    environment = {**STRICT, ENVIRONMENT: json.dumps({"tree": SHAPES[request.param]})}
+    log = folder / "log"
+    with ServerProcess(target, arguments, log, environment, max_total_tokens=2500, overlap=True) as server:
         yield server
+    assert "Traceback" not in log.read_text(), "nothing failed on the way"
 
 
 def longdraft_serve(target: Path, arguments: list[str], log: Path, slots: int) -> ServerProcess:

@@ -10,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serve_fakes import BareRequest
 
+from longdraft.kernels.tree import NO_NODE, Tree
 from longdraft.serve import stats
-from longdraft.serve.device_step import DeviceStep
 from longdraft.serve.drafters.base import Drafter, DraftRequest, Pick
 from longdraft.serve.drafters.running import Running
+from longdraft.serve.make_step import make_step
 from longdraft.serve.observer import Observer
 from longdraft.serve.settings import ServeSettings
 from longdraft.serve.tokens import Tokens
+from longdraft.serve.tree_shape import TreeShape, parse_tree
 
 
 class DeviceDrafter(Drafter):
@@ -28,6 +30,7 @@ class DeviceDrafter(Drafter):
         self.rule = rule
         self.known: set[str] = set()
         self.followed: list[tuple[str, int]] = []
+        self.kept: dict[str, dict[int, int]] = {}
         self.cleared = 0
 
     def chain(self, token_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
@@ -46,6 +49,24 @@ class DeviceDrafter(Drafter):
 
     def propose_running(self, running: Running, pick: Pick) -> torch.Tensor:
         return self.chain(running.newest_B, running.length_B)
+
+    def propose_trees_running(self, running: Running, limit_B: torch.Tensor, params: Any, shape: TreeShape) -> Tree:
+        """The chain's nodes, each behind a sibling that is one off."""
+        batch, depth = len(running.rids), shape.depth
+        right_BD = self.chain(running.newest_B, running.length_B)[:, :depth]
+        token_BT = torch.cat(
+            [running.newest_B[:, None], torch.stack([(right_BD + 1) % VOCAB, right_BD], 2).flatten(1)], 1
+        )
+        depth_T = torch.tensor([0, *(d for d in range(1, depth + 1) for _ in range(2))])
+        parent_T = torch.tensor([-1, *(max(0, 2 * d - 2) for d in range(1, depth + 1) for _ in range(2))])
+        parent_BT = torch.where(depth_T > limit_B[:, None], NO_NODE, parent_T)
+        return Tree.build(token_BT.clamp(0, VOCAB - 1), parent_BT, depth_T.expand(batch, -1), depth)
+
+    def keep(self, running: Running, id_BN: torch.Tensor, count_B: torch.Tensor) -> None:
+        for rid, start, ids, count in zip(
+            running.rids, running.length_B.tolist(), id_BN.tolist(), count_B.tolist(), strict=True
+        ):
+            self.kept.setdefault(rid, {}).update({start + j: ids[j] for j in range(count)})
 
     def propose(self, requests: list[DraftRequest], pick: Pick) -> list[list[int]]:
         facts = torch.tensor([[r.tokens.newest, r.tokens.cached] for r in requests])
@@ -70,8 +91,17 @@ RULES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def step_of(drafter: Drafter, target: MadeUpTarget | None = None, **changes: Any) -> DeviceStep:
-    return DeviceStep(target or MadeUpTarget(), drafter, Observer(drafter), ServeSettings(**changes), STRIDE)
+def step_of(drafter: Drafter, target: MadeUpTarget | None = None, tree: str = "chain", **changes: Any) -> Any:
+    shape = parse_tree(tree)
+    stride = STRIDE if shape is None else shape.places
+    return make_step(
+        [] if shape is None else [shape],
+        target or MadeUpTarget(),
+        drafter,
+        Observer(drafter),
+        ServeSettings(**changes),
+        stride,
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -82,11 +112,13 @@ def step_of(drafter: Drafter, target: MadeUpTarget | None = None, **changes: Any
     stops=st.sets(st.integers(0, 7), max_size=3),
     hosted=st.sampled_from([{}, {}, {"stop": "ba"}, {"frequency_penalty": 0.1}]),
 )
+@pytest.mark.parametrize("tree", ["chain", "2,2,2"])
 @pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_any_drafter_gives_the_targets_own_tokens(
     rule: Any,
     behind: bool,
+    tree: str,
     prompts: list[list[int]],
     lengths: list[int],
     ignore_eos: bool,
@@ -102,8 +134,8 @@ def test_any_drafter_gives_the_targets_own_tokens(
             for i, prompt in enumerate(prompts)
         ]
 
-    served, target = fresh(), MadeUpTarget()
-    Server(step_of(DeviceDrafter(rule), target), behind).run(served)
+    served, target, drafter = fresh(), MadeUpTarget(), DeviceDrafter(rule)
+    Server(step_of(drafter, target, tree), behind).run(served)
     for req, alone in zip(served, fresh(), strict=True):
         assert list(req.output_ids) == plainly(alone)
         assert req.finished_reason.to_json() == alone.finished_reason.to_json()
@@ -112,6 +144,8 @@ def test_any_drafter_gives_the_targets_own_tokens(
         text = list(Tokens(req).slice(0, len(Tokens(req))))
         for place in range(len(req.origin_input_ids), len(text) - 1):
             assert target.place_S[TABLE[req.req_pool_idx, place]].tolist() == [text[place], place]
+        for place, token in drafter.kept.get(req.rid, {}).items():
+            assert place >= len(text) or text[place] == token, "the drafter hears of what the target has computed"
 
 
 @pytest.mark.parametrize("behind", [False, True])
@@ -135,11 +169,12 @@ def test_mode_off_drafts_nothing(behind: bool) -> None:
     assert stats.attach(off, "?").accept.drafted == 0 < stats.attach(on, "?").accept.accepted
 
 
-def test_a_full_row_of_the_page_table_ends_the_drafts() -> None:
+@pytest.mark.parametrize("tree", ["chain", "2,2,2"])
+def test_a_full_row_of_the_page_table_ends_the_drafts(tree: str) -> None:
     """A draft without a slot would be written over someone else's."""
     target = MadeUpTarget()
     req = make_request("r", 1, [1] * (COLUMNS - 8), max_new_tokens=8, ignore_eos=True)
-    Server(step_of(DeviceDrafter(next_of), target), True).run([req])
+    Server(step_of(DeviceDrafter(next_of), target, tree), True).run([req])
     target.place_S[TABLE[1]] = target.place_S[0] = 0
     assert not target.place_S.any(), "nothing but the request's own slots was written"
 
@@ -173,23 +208,27 @@ def test_a_request_that_the_drafter_cannot_follow_goes_on() -> None:
     assert list(req.output_ids) == plainly(make_request("x", 2, [1, 2], max_new_tokens=12, ignore_eos=True))
 
 
+@pytest.mark.parametrize("tree", ["chain", "2,2,2"])
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_verification_that_fails_is_repeated_one_by_one(behind: bool) -> None:
+def test_a_verification_that_fails_is_repeated_one_by_one(behind: bool, tree: str) -> None:
     """Alone and without drafts; a request for which even that fails ends with an error, and no other one."""
     bad_row = 2
     target = MadeUpTarget(lambda forward: len(forward.rids) > 1 or forward.req_pool_indices.tolist() == [bad_row])
     reqs = [make_request(rid, row, [row], max_new_tokens=6, ignore_eos=True) for rid, row in (("a", 1), ("bad", 2))]
-    Server(step_of(DeviceDrafter(next_of), target), behind).run(reqs)
+    Server(step_of(DeviceDrafter(next_of), target, tree), behind).run(reqs)
     good, bad = reqs
     assert list(good.output_ids) == plainly(make_request("x", 1, [1], max_new_tokens=6, ignore_eos=True))
     assert bad.finished_reason.to_json()["type"] == "abort"
 
 
-@pytest.mark.parametrize("length", [1, 3, 5, 9])
-def test_forced_acceptance_is_the_hosts(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+@pytest.mark.parametrize("tree", ["chain", "2,2,2"])
+@pytest.mark.parametrize("length", [1, 3, 4, 9])
+def test_forced_acceptance_is_the_hosts(monkeypatch: pytest.MonkeyPatch, length: int, tree: str) -> None:
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", str(length))
     req = make_request("r", 1, [1], max_new_tokens=31, ignore_eos=True)
-    Server(step_of(DeviceDrafter(lambda token, position: torch.full_like(token, 3))), True).run([req])
-    counts, gained = stats.attach(req, "?"), min(length, STRIDE)
-    assert counts.rounds == 30 // gained
-    assert list(req.output_ids).count(3) >= counts.rounds * (gained - 1), "the drafts stand in for the target's tokens"
+    Server(step_of(DeviceDrafter(lambda token, position: torch.full_like(token, 3)), None, tree), True).run([req])
+    counts, gained = stats.attach(req, "?"), min(length, STRIDE if tree == "chain" else 4)
+    assert counts.rounds == -(-30 // gained)
+    assert list(req.output_ids).count(3) >= counts.rounds * (gained - 2) - 2, (
+        "the drafts stand in for the target's tokens"
+    )

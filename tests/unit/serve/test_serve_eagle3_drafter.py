@@ -360,3 +360,33 @@ def test_a_node_sees_the_first_rows_and_its_window(count: int, window: int, sink
         want = [row for i, row in enumerate(rows) if i < sinks or count + depth - i < window]
         pages, lens = seen.visible(depth)
         assert pages[0, : int(lens)].tolist() == want
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("sizes", [[], [2, 4]])
+@pytest.mark.parametrize(("window", "context"), [(None, 64), (None, 12), (8, 64)])
+def test_trees_of_the_device_are_the_hosts(
+    window: int | None, context: int, sizes: list[int], sampling: dict[str, Any]
+) -> None:
+    draft = DRAFT if window is None else tiny_eagle3(TARGET, window=window, sinks=2)
+    host, device, shape = make(draft, 4, context), make(draft, 4, context), parse_tree("eagle2:3,2,8")
+    assert shape is not None
+    device.use_graphs(sizes, [shape])
+    for drafter in (host, device):
+        for rid in "abc":
+            show(drafter, TEXTS[rid], PAGES[rid], 0, 35)
+    table, params = (
+        torch.nn.functional.pad(torch.stack(list(PAGES.values())).int(), (0, 30)),
+        row_params("cab", sampling),
+    )
+    limits = [3, 1, 0]
+    for places in ({"c": 4, "a": 30, "b": 1}, {"c": 13, "a": 2, "b": 34}):
+        at = torch.tensor(list(places.values()))
+        newest = torch.stack([TEXTS[rid][place] for rid, place in places.items()])
+        now = Running(tuple(places), torch.tensor(["abc".index(rid) for rid in places]), table, at, newest)
+        want = host.propose_tree(
+            [known(r, p, n) for (r, p), n in zip(places.items(), limits, strict=True)], params, shape
+        )
+        got = device.propose_trees_running(now, torch.tensor(limits), params, shape)
+        assert got.parent_BT.tolist() == want.parent_BT.tolist()
+        assert torch.equal(got.token_BT[got.valid_BT], want.token_BT[want.valid_BT])

@@ -298,3 +298,29 @@ def test_a_tree_loop_leaves_its_inputs_as_they_are() -> None:
     once = tree.token_BT.clone()
     drafter.trees.runner.run(1, (shape, GREEDY))
     assert torch.equal(tree.token_BT, once)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("sizes", [[], [2, 4]])
+@pytest.mark.parametrize("text", ["2,3,2", "eagle2:3,2,6"])
+def test_trees_of_the_device_are_the_hosts(text: str, sizes: list[int], sampling: dict[str, Any]) -> None:
+    """Kept runs of every width enter the rings on the device; what stands behind them does not."""
+    shape = parse_tree(text)
+    assert shape is not None
+    device, params = make(rows=4, context=8, sinks=2), row_params("cab", sampling)
+    device.use_graphs(sizes, [shape])
+    places, limits = {"c": 4, "a": 12, "b": 1}, [3, 2, 0]
+    for rid, place in places.items():
+        device.follow(rid, request(rid, place).tokens, place)
+    for kept in ((1, 3, 1), (4, 1, 1), (2, 2, 1)):
+        host, now = make(rows=4, context=8, sinks=2), running(places)
+        want = host.propose_tree(
+            [request(r, p, n) for (r, p), n in zip(places.items(), limits, strict=True)], params, shape
+        )
+        got = device.propose_trees_running(now, torch.tensor(limits), params, shape)
+        assert got.parent_BT.tolist() == want.parent_BT.tolist()
+        assert torch.equal(got.token_BT[got.valid_BT], want.token_BT[want.valid_BT])
+        ids = torch.stack([torch.nn.functional.pad(TEXTS[r][p : p + 4], (0, 4))[:4] for r, p in places.items()])
+        device.keep(now, ids.where(torch.arange(4) < torch.tensor(kept)[:, None], 9), torch.tensor(kept))
+        places = {rid: place + count for (rid, place), count in zip(places.items(), kept, strict=True)}
+    assert device.held == dict.fromkeys("cab", ON_DEVICE)

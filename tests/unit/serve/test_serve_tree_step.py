@@ -18,6 +18,7 @@ from longdraft.kernels.tree import Tree
 from longdraft.kernels.tree_bits import unpack_bits
 from longdraft.serve import stats
 from longdraft.serve.drafters.base import Computed, Drafter, DraftRequest, Pick
+from longdraft.serve.make_step import make_step
 from longdraft.serve.measure_costs import measured_costs
 from longdraft.serve.observer import Observer
 from longdraft.serve.sampling.rows import RowParams
@@ -26,7 +27,7 @@ from longdraft.serve.shape_costs import CostTable
 from longdraft.serve.slot_mover import SlotMover
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.tree_shape import TreeShape, candidates
-from longdraft.serve.tree_step import TreeStep, forced_path, make_step
+from longdraft.serve.tree_step import TreeStep, forced_path
 
 VOCAB, COLUMNS, SLOTS = 8, 96, 400
 SHAPES = ["3,4,4,2", "1,1,1", "2", "eagle2:4,3,12", "eagle2:2,3,3"]
