@@ -36,6 +36,7 @@ from longdraft.serve.verify import Verified
 logger = logging.getLogger(__name__)
 
 NO_TOKEN = -1
+HOSTED = ("flashinfer", "torch")  # backends that plan on the host
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ class DeviceStep(DecodeStep):
                 self._follow(req, Tokens(req), Tokens(req).cached)
         assert self.newest_R is not None, "a prefill comes first"
         row_B, table_RW = batch.req_pool_indices, batch.req_to_token_pool.req_to_token
-        running = Running(roster.rids, row_B, table_RW, batch.seq_lens, self.newest_R[row_B])
+        hosted = self.settings.attention in HOSTED
+        running = Running(roster.rids, row_B, table_RW, batch.seq_lens, self.newest_R[row_B], hosted)
         return self._round(batch, roster, running)
 
     def _round(self, batch: ScheduleBatch, roster: Roster, running: Running) -> GenerationBatchResult:

@@ -48,7 +48,8 @@ class MadeUpTarget:
             raise RuntimeError("kernel failed")
         id_T, position_T = forward_batch.input_ids, forward_batch.positions
         self.place_S[forward_batch.out_cache_loc] = torch.stack([id_T, position_T], 1)
-        logits_TV = torch.nn.functional.one_hot(next_of(id_T, position_T), self.vocab).float()
+        logits_TV = torch.zeros(len(id_T), self.vocab, device=id_T.device)
+        logits_TV.scatter_(1, next_of(id_T, position_T)[:, None], 1.0)
         hidden_TA = None if self.features_VA is None else self.features_VA[id_T]
         return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits_TV, hidden_states=hidden_TA))
 

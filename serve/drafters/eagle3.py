@@ -117,8 +117,7 @@ class Eagle3Drafter(Drafter):
         variant = self.inputs.take(torch.zeros_like(running.row_B), running, view, pick, size)
         self.before_BE[:count] = self.hidden_SE[running.last_slot()]
         self.before_BE[count:size] = 0
-        reads_lens = not self.runner.sizes and self.k_SKD.device.type == "cpu"
-        self.host_lens = view[1].tolist() if reads_lens else None
+        self.host_lens = view[1].tolist() if running.reads_lengths and not self.runner.sizes else None
         self.runner.run(count, variant)
         return self.inputs.drafted_BK[:count].clone()
 

@@ -112,7 +112,7 @@ class LongSpecDrafter(Drafter):
         size = self.runner.padded(count)
         variant = self.inputs.take(row_B, running, view, pick, size)
         self.plan = None
-        if not self.runner.sizes and self.state.k.device.type == "cpu":  # which reads runs of slots in place
+        if not self.runner.sizes and running.reads_lengths:
             self.plan = AttentionPlan.build(view[0], view[1].tolist(), [1] * size)
         self.runner.run(count, variant)
         return self.inputs.drafted_BK[:count].clone()

@@ -20,6 +20,7 @@ class Running:
         table_RW: SGLang's page table.
         length_B: int64 tokens that the target's cache holds of each.
         newest_B: int64 newest token of each, which has no cache yet.
+        host_lengths: whether attention needs the lengths on the host, so that outside of graphs they are read, once a plan.
     """
 
     rids: tuple[str, ...]
@@ -27,11 +28,18 @@ class Running:
     table_RW: torch.Tensor
     length_B: torch.Tensor
     newest_B: torch.Tensor
+    host_lengths: bool = False
+
+    @property
+    def reads_lengths(self) -> bool:
+        """A CPU reads them for nothing, and then finds runs of slots that it need not copy."""
+        return self.host_lengths or self.row_B.device.type == "cpu"
 
     def only(self, b: int) -> "Running":
         """One request."""
         one = slice(b, b + 1)
-        return Running(self.rids[one], self.row_B[one], self.table_RW, self.length_B[one], self.newest_B[one])
+        facts = self.row_B[one], self.table_RW, self.length_B[one], self.newest_B[one]
+        return Running(self.rids[one], *facts, self.host_lengths)
 
     def last_slot(self) -> torch.Tensor:
         """Cache slot of each request's last cached token, int64 ``[B]``."""
@@ -60,7 +68,7 @@ class Running:
         """
         batch, device = len(self.row_B), self.row_B.device
         pages_BW = torch.nn.functional.pad(self.table_RW[self.row_B, :columns].int(), (0, width))
-        if device.type == "cpu":  # reading costs nothing there, and runs of slots are read in place
+        if self.reads_lengths:
             return AttentionPlan.build(pages_BW, self.length_B.tolist(), [width] * batch)
         cu_B1 = torch.arange(batch + 1, dtype=torch.int32, device=device) * width
         return AttentionPlan.on_device(pages_BW, self.length_B.int(), cu_B1, list(range(0, (batch + 1) * width, width)))

@@ -232,3 +232,17 @@ def test_forced_acceptance_is_the_hosts(monkeypatch: pytest.MonkeyPatch, length:
     assert list(req.output_ids).count(3) >= counts.rounds * (gained - 2) - 2, (
         "the drafts stand in for the target's tokens"
     )
+
+
+@pytest.mark.parametrize("host_lengths", [False, True])
+def test_a_plan_outside_of_graphs_has_the_hosts_lengths_where_attention_plans_there(host_lengths: bool) -> None:
+    """FlashInfer and the torch twin cannot serve a plan whose lengths the device alone knows."""
+    on_meta = torch.zeros(2, dtype=torch.int64, device="meta")  # stands for a card: nothing of it can be read
+    running = Running(("a", "b"), on_meta, TABLE.to("meta"), torch.tensor([3, 9]), on_meta, host_lengths)
+    assert running.reads_lengths is host_lengths
+    at_home = Running(("a", "b"), torch.tensor([1, 2]), TABLE, torch.tensor([3, 9]), torch.tensor([5, 6]), host_lengths)
+    plan = at_home.plan(12, 4)
+    assert plan.host_lens == [3, 9] and plan.pages_BW.shape == (2, 16)
+    assert plan.pages_BW[:, :12].tolist() == TABLE[1:3, :12].tolist()
+    one = at_home.only(1)
+    assert (one.rids, one.length_B.tolist(), one.host_lengths) == (("b",), [9], host_lengths)
