@@ -15,6 +15,7 @@ from longdraft.serve.drafters.longspec import LongSpecDrafter
 from longdraft.serve.drafters.lookup import LookupDrafter
 from longdraft.serve.settings import ServeSettings
 from longdraft.serve.target_weights import TargetWeights
+from longdraft.serve.tree_shape import CHAIN
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any, weight
             steps,
             trained,
         )
-    attention = None if settings.attention == "auto" else settings.attention
+    attention = draft_attention(settings)
     rows, reads = server_args.max_running_requests + 1, (settings.draft_context, settings.draft_sinks)
     if isinstance(draft, Eagle3Draft):
         return Eagle3Drafter(draft, rows, steps, *reads, attention)
@@ -65,3 +66,9 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any, weight
             100 * counts.coverage(ids),
         )
     return LongSpecDrafter(draft, rows, steps, *reads, attention)
+
+
+def draft_attention(settings: ServeSettings) -> str | None:
+    """Backend of the draft's attention. Trees' loops know lengths on the device alone, and FlashInfer plans on the host."""
+    unfit = settings.attention == "flashinfer" and settings.tree != CHAIN
+    return None if unfit or settings.attention == "auto" else settings.attention

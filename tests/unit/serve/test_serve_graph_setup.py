@@ -11,7 +11,8 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from longdraft.serve import hooks, target_graphs
 from longdraft.serve.algorithm import LongDraftAlgorithm
 from longdraft.serve.attention_backend import LongDraftAttention
-from longdraft.serve.settings import ENVIRONMENT
+from longdraft.serve.build_drafter import draft_attention
+from longdraft.serve.settings import ENVIRONMENT, ServeSettings
 from longdraft.serve.shape_choice import ShapeChoice
 from longdraft.serve.shape_costs import CostTable
 from longdraft.serve.spec_inputs import VerifyInput
@@ -154,3 +155,18 @@ def test_costs_are_given_or_measured_and_a_measurement_that_fails_ends_no_server
     assert broken.choice.costs is None
     assert broken.choice.pick(3).name == "chain1"
     assert "nothing is chosen" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("attention", "tree", "backend"),
+    [
+        ("auto", "chain", None),
+        ("flashinfer", "chain", "flashinfer"),
+        ("flashinfer", "2,3", None),
+        ("flashinfer", "auto", None),
+        ("torch", "2,3", "torch"),
+        ("fa3", "auto", "fa3"),
+    ],
+)
+def test_drafts_attend_by_the_chosen_backend_where_it_can(attention: Any, tree: str, backend: str | None) -> None:
+    assert draft_attention(ServeSettings(attention=attention, tree=tree)) == backend
