@@ -5,7 +5,7 @@ page table; the scheduler reads tokens back when it processes the result. So a r
 round behind (SGLang's overlap schedule). Requests that need their text on the host for the next choice (a grammar, penalties,
 stop strings) take :class:`DecodeStep`'s rounds, and the scheduler is asked to finish the round before first.
 
-Legend: B requests, K drafted tokens, T = K + 1 new tokens of a request, S stop tokens, R rows of SGLang's page table.
+Legend: B requests, K drafted tokens, T = K + 1 new tokens of a request, N tokens of a run, R rows of SGLang's page table.
 """
 
 import logging
@@ -24,8 +24,8 @@ from longdraft.serve import stats
 from longdraft.serve.decode_step import DecodeStep, give_up, logits_output
 from longdraft.serve.device_verify import verify_running
 from longdraft.serve.drafters.running import Running
-from longdraft.serve.emission import room, stop_tokens
-from longdraft.serve.sampling.penalties import penalised
+from longdraft.serve.emission import room
+from longdraft.serve.roster import Roster, needs_text
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.simulate import simulated, simulated_acceptance
 from longdraft.serve.spec_inputs import DraftInput
@@ -35,66 +35,7 @@ from longdraft.serve.verify import Verified
 
 logger = logging.getLogger(__name__)
 
-NO_TOKEN = -1
 HOSTED = ("flashinfer", "torch")  # backends that plan on the host
-
-
-@dataclass(frozen=True)
-class Roster:
-    """What stays the same of a batch as long as the same requests run.
-
-    Attributes:
-        reqs: the requests.
-        rids: their ids.
-        modes: their modes.
-        hosted: whether one of them needs its text on the host.
-        end_B: tokens that each may have, prompt in.
-        drafts_B: whether it drafts.
-        stop_BS: tokens that end it, filled up with -1.
-        params: how it chooses.
-    """
-
-    reqs: list[Any]
-    rids: tuple[str, ...]
-    modes: list[str]
-    hosted: bool
-    end_B: torch.Tensor
-    drafts_B: torch.Tensor
-    stop_BS: torch.Tensor
-    params: RowParams
-
-    @staticmethod
-    def build(reqs: list[Any], modes: list[str], device: torch.device) -> "Roster":
-        """Read the requests and send what the device needs of them there."""
-        stops = [sorted(stop_tokens(r)) for r in reqs]
-        most = max(1, *map(len, stops))
-        return Roster(
-            list(reqs),
-            tuple(r.rid for r in reqs),
-            modes,
-            any(needs_text(r) for r in reqs),
-            to_device(
-                [len(r.origin_input_ids) + int(r.sampling_params.max_new_tokens) for r in reqs], torch.int64, device
-            ),
-            to_device([mode == "full" for mode in modes], torch.bool, device),
-            to_device([s + [NO_TOKEN] * (most - len(s)) for s in stops], torch.int64, device).view(len(reqs), most),
-            RowParams.build(reqs, [1] * len(reqs), device),
-        )
-
-    def returned(self, run_BN: torch.Tensor, kept_B: torch.Tensor) -> torch.Tensor:
-        """How much of each run is returned, int64 ``[B]``: up to the first token that ends the request (:mod:`emission`).
-
-        Args:
-            run_BN: kept drafts and the target's choice behind them, and any tokens behind that.
-            kept_B: kept drafts of each.
-        """
-        offset_N = torch.arange(run_BN.shape[1], device=run_BN.device)
-        ends_BN = (run_BN[:, :, None] == self.stop_BS[:, None]).any(-1)
-        return torch.minimum(kept_B, offset_N.where(ends_BN, run_BN.shape[1]).amin(1)) + 1
-
-    def of(self, reqs: list[Any]) -> bool:
-        """Whether these are the requests."""
-        return len(reqs) == len(self.reqs) and all(a is b for a, b in zip(reqs, self.reqs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -103,12 +44,6 @@ class Drafts:
 
     id_BK: torch.Tensor
     limit_B: torch.Tensor
-
-
-def needs_text(req: Any) -> bool:
-    """Whether the request's next token, or where it ends, depends on what it has written."""
-    params = req.sampling_params
-    return bool(req.grammar is not None or penalised(req) or params.stop_strs or params.stop_regex_strs)
 
 
 @dataclass(frozen=True)

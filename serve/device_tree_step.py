@@ -13,10 +13,11 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from longdraft.kernels.tree import Tree
 from longdraft.kernels.tree_accept import Accepted, tree_accept
 from longdraft.serve import stats
-from longdraft.serve.device_step import DeviceStep, Gained, Roster
+from longdraft.serve.device_step import DeviceStep, Gained
 from longdraft.serve.device_verify import choose_running, forward_of
 from longdraft.serve.drafters.base import Computed
 from longdraft.serve.drafters.running import Running
+from longdraft.serve.roster import Roster
 from longdraft.serve.simulate import simulated, simulated_acceptance
 from longdraft.serve.tree_shape import TreeShape
 from longdraft.serve.tree_step import TreeStep, forced_path
