@@ -14,12 +14,13 @@ from longdraft.train.buckets import bucket_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SYSTEMS = {
-    "eagle3": "SGLang, EAGLE-3 on FA3, graphs",
-    "eagle3_window": "the same, draft window 4,096",
-    "longdraft": "longdraft `full`, LongSpec, FA3, eager",
+    "eagle3": "SGLang, EAGLE-3",
+    "longdraft": "longdraft `full`, LongSpec",
+    "longdraft_eagle3": "longdraft `full`, EAGLE-3",
+    "longdraft_sync": "longdraft `full`, LongSpec, no overlap",
 }
 DRAFTS = {"longspec": "LongSpec", "eagle3": "EAGLE-3"}
-CASES = {"b1_c32k": "1 × 32K", "b16_c32k": "16 × 32K"}
+CASES = {"b1_c32k": "1 × 32K", "b16_c32k": "16 × 32K", "b1_c125k": "1 × 125K"}
 LENGTHS = (2, 8, 32)
 ROWS = {"answers": "last 1,024 tokens", "all": "all tokens"}
 SIDES = {"ours": "longdraft", "specforge": "SpecForge 0.2.0"}
@@ -43,12 +44,16 @@ def read(name: str) -> dict[str, Any]:
 def speed_table() -> str:
     """Step time and tokens a second of mode ``full`` beside EAGLE-3."""
     figures = read("full_mode_speed_h200")["figures"]
-    head = "| H200, Llama-8B shape, forced acceptance 4.0 | " + " | ".join(
-        f"{c}: ms a step, tokens/s" for c in CASES.values()
+    head = "| H200, Llama-8B shape, FA3, chain of 5, forced acceptance 4.0 | " + " | ".join(
+        f"{c}: ms a step, tokens/s, to SGLang's" for c in CASES.values()
     )
     lines = [head + " |", "|---|" + "---|" * len(CASES)]
     for key, label in SYSTEMS.items():
-        cells = [f"{figures[f'{key}_ms_step_{c}']:.1f}, {figures[f'{key}_tok_s_{c}']:,.0f}" for c in CASES]
+        speed = {c: figures[f"{key}_tok_s_{c}"] for c in CASES}
+        cells = [
+            f"{figures[f'{key}_ms_step_{c}']:.1f}, {speed[c]:,.0f}, {speed[c] / figures[f'eagle3_tok_s_{c}']:.2f} ×"
+            for c in CASES
+        ]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
