@@ -1,4 +1,4 @@
-"""longdraft train | capture | features | generate | serve | models | drafts | bench | dashboard | demo
+"""longdraft train | capture | features | generate | counts | induction | serve | models | drafts | bench | dashboard | demo
 
 The one command line. Each command is imported when it is called, so that ``longdraft --help`` answers at once.
 """
@@ -59,6 +59,11 @@ def counts(argv: Argv) -> int:
     return _call("longdraft.train.count_tokens", argv)
 
 
+def induction(argv: Argv) -> int:
+    """find a target's layers that a draft can copy from (draft.cross_layers): --target.path T --data.train TEXT.jsonl"""
+    return _call("longdraft.train.induction", argv)
+
+
 def serve(argv: Argv) -> int:
     """serve a model in SGLang with a draft: --model-path TARGET [--draft FOLDER] [SGLang's own arguments ...]"""
     return _call("longdraft.serve.launch", argv)
@@ -110,7 +115,8 @@ def dashboard(argv: Argv) -> int:
 
 
 COMMANDS: dict[str, Callable[[Argv], int]] = {
-    f.__name__: f for f in (train, capture, features, generate, counts, serve, models, drafts, bench, dashboard, demo)
+    f.__name__: f
+    for f in (train, capture, features, generate, counts, induction, serve, models, drafts, bench, dashboard, demo)
 }
 
 
