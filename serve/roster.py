@@ -14,6 +14,7 @@ from longdraft.serve.sampling.penalties import penalised
 from longdraft.serve.sampling.rows import RowParams
 
 NO_TOKEN = -1
+MOST_TOKEN = (1 << 31) - 1  # no vocabulary is larger, and a larger integer need not fit a tensor
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Roster:
     @staticmethod
     def build(reqs: list[Any], modes: list[str], device: torch.device) -> "Roster":
         """Read the requests and send what the device needs of them there."""
-        stops = [sorted(stop_tokens(r)) for r in reqs]
+        stops = [sorted(t for t in stop_tokens(r) if 0 <= t <= MOST_TOKEN) for r in reqs]
         most = max(1, *map(len, stops))
         return Roster(
             list(reqs),
