@@ -199,6 +199,7 @@ def give_up(req: Any) -> None:
     logger.exception("longdraft: request %s cannot be verified and is aborted", req.rid)
     message = "longdraft could not verify this request: see the server's log"
     req.to_finish = FINISH_ABORT(message, 500, "InternalServerError")
+    req.skip_radix_cache_insert = True  # its newest token's keys and values may never have been written
 
 
 def logits_output(logits_TV: torch.Tensor) -> Any:
