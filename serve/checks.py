@@ -117,6 +117,8 @@ def _check_shape(server_args: Any, settings: ServeSettings) -> None:
     """Steps and draft tokens must be those of the chain or the tree."""
     steps, drafted = server_args.speculative_num_steps, server_args.speculative_num_draft_tokens
     shape = parse_tree(settings.tree)
+    if shape is None and steps is not None and not 1 <= steps <= 100:
+        raise UserError(f"--speculative-num-steps {steps} is out of range: use 1 to 100, 2 to 6 pays")
     shapes = candidates(settings.tree, shape.depth if shape else steps or 4)
     if shapes and server_args.speculative_draft_model_path is None:
         raise UserError(f"tree={settings.tree!r} needs a draft: give one with --draft, or leave the tree out")
@@ -129,8 +131,6 @@ def _check_shape(server_args: Any, settings: ServeSettings) -> None:
                     f"--speculative-num-{name} {value} does not fit tree={settings.tree!r}, which has {own}: leave it out"
                 )
         return
-    if steps is not None and not 1 <= steps <= 100:
-        raise UserError(f"--speculative-num-steps {steps} is out of range: use 1 to 100, 2 to 6 pays")
     chain = (steps or 4) + 1
     if drafted is not None and drafted != chain:
         raise UserError(

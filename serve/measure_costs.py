@@ -28,10 +28,10 @@ def measured_costs(step: TreeStep, runner: Any, most: int) -> CostTable:
     Args:
         step: of the server, before it has any request.
         runner: the target's model runner with its pools; their free slots are read, slot 0, which nobody owns, is written.
-        most: largest batch.
+        most: largest batch that was asked for; SGLang allows a smaller one where the cache is small.
     """
     table, pool, device = runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool, torch.device(runner.device)
-    on_card = device.type == "cuda"
+    on_card, most = device.type == "cuda", min(most, len(table) - 1)
     sizes, repeats = (CARD_BATCHES, CARD_REPEATS) if on_card else (CPU_BATCHES, CPU_REPEATS)
     slots, room = pool.get_key_buffer(0).shape[0], table.shape[1] - 2 * step.stride
     context = max(1, min(CARD_CONTEXT if on_card else CPU_CONTEXT, room))

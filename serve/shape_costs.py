@@ -5,7 +5,6 @@ round gains follows from how often the target keeps drafts of each depth (:mod:`
 """
 
 import json
-import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,7 +54,7 @@ class CostTable:
             raise UserError(
                 f"tree_costs={shown(path)} cannot be read ({error.strerror}): give an existing file"
             ) from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UserError(f"tree_costs={shown(path)} is not JSON: {FORM}") from None
         if not isinstance(data, dict) or not isinstance(data.get("ms"), dict):
             raise UserError(f"tree_costs={shown(path)} holds {shown(data)}: {FORM}")
@@ -77,15 +76,16 @@ class CostTable:
         return CostTable(tuple(batches), {name: tuple(map(float, data["ms"][name])) for name in shapes})
 
 
+LARGEST = 1e12  # a comparison, unlike math.isfinite, takes integers that no float holds; NaN fails it
 FORM = 'write {"batches": [1, 16], "ms": {"chain1": [4.1, 6.3], ...}}, as a server logs it at start'
 
 
 def _numbers(values: Any, kind: Any) -> bool:
-    """Whether this is a list of numbers above zero."""
+    """Whether this is a list of numbers above zero, none of them absurd."""
     return (
         isinstance(values, list)
         and bool(values)
-        and all(isinstance(x, kind) and not isinstance(x, bool) and math.isfinite(x) and x > 0 for x in values)
+        and all(isinstance(x, kind) and not isinstance(x, bool) and 0 < x <= LARGEST for x in values)
     )
 
 

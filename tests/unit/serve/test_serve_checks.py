@@ -363,6 +363,16 @@ def test_a_choice_needs_a_draft_and_costs_of_every_shape(tmp_path: Path, monkeyp
     )
 
 
+def test_a_choice_of_absurdly_many_chains_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(text: str, steps: int) -> list[Any]:
+        raise AssertionError(f"{steps} chains would fill the memory")
+
+    monkeypatch.setenv(ENVIRONMENT, json.dumps({"tree": "auto"}))
+    monkeypatch.setattr("longdraft.serve.checks.candidates", made)
+    given = {"speculative_draft_model_path": "folder", "speculative_num_steps": 10**9}
+    assert "--speculative-num-steps 1000000000 is out of range: use 1 to 100" in refused(arguments(**given))
+
+
 def test_chains_of_a_choice_are_held_to_the_drafts_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("llama")
     save_draft(tiny_draft(target, window=3), tmp_path / "d", "t")

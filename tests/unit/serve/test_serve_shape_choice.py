@@ -108,6 +108,10 @@ GOOD = {"batches": [1, 4], "ms": {"chain0": [1, 2], "chain1": [1.5, 3]}}
         ({**GOOD, "ms": {"chain0": [1, 2], "chain1": [1, -2]}}, r"ms.chain1 is \[1, -2\]: give"),
         ({**GOOD, "ms": {"chain0": [1, 2], "chain1": [1, "x"]}}, r"ms.chain1 is \[1, 'x'\]: give"),
         ({**GOOD, "ms": {"chain0": [1, 2], "chain1": [1, float("nan")]}}, r"ms.chain1 is \[1, nan\]: give"),
+        ({**GOOD, "ms": {"chain0": [1, 2], "chain1": [1, 10**400]}}, r"ms.chain1 is \[1, 10+\.\.\. .*: give"),
+        ({**GOOD, "ms": {"chain0": [1, 2], "chain1": [1, float("inf")]}}, r"ms.chain1 is \[1, inf\]: give"),
+        ({**GOOD, "batches": [1, 10**400]}, r"batches is \[1, 10+\.\.\. .*: list ascending"),
+        ("[" * 100_000, "is not JSON: write"),
         ({**GOOD, "batches": list(range(9, 4000))}, r"ms.chain0 is \[1, 2\]: give 3991"),
     ],
 )
