@@ -100,6 +100,8 @@ class DeviceStep(DecodeStep):
         roster = self._roster(batch)
         if roster.hosted:
             self.launched.append(None)
+            for req in roster.reqs:  # a round on the host need not draft for it, and then shows the drafter nothing
+                self.drafter.settle(req.rid, Tokens(req).cached)
             return super()._run(batch)
         for req, mode in zip(roster.reqs, roster.modes, strict=True):
             if not self._known(req, mode) and not req.finished():

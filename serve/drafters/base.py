@@ -93,6 +93,11 @@ class Drafter(ABC):
         """Whether the drafter knows the request as it is, however far the host is behind."""
         return True
 
+    def settle(self, rid: str, end: int) -> None:  # noqa: B027
+        """The host knows the request again, whose first ``end`` tokens are all that the target has computed, and the next round
+        may be its own: the request is followed no longer.
+        """
+
     def propose_running(self, running: Running, pick: Pick) -> torch.Tensor:
         """Draft as :meth:`propose` does, from and to the device: int64 ids ``[B, steps]``, every one of them drafted.
 

@@ -105,6 +105,10 @@ class LongSpecDrafter(Drafter):
     def follows(self, rid: str) -> bool:
         return self.held.get(rid) == ON_DEVICE
 
+    def settle(self, rid: str, end: int) -> None:
+        if self.follows(rid):
+            self.held[rid] = end
+
     def propose_running(self, running: Running, pick: Pick) -> torch.Tensor:
         assert self.layers, "bind_cache() first"
         row_B, view = self._rows_running(running), running.view(0, self.sinks, self.context - self.sinks)

@@ -18,7 +18,7 @@ from longdraft.serve.make_step import make_step
 from longdraft.serve.observer import Observer
 from longdraft.serve.settings import ServeSettings
 from longdraft.serve.tokens import Tokens
-from longdraft.serve.tree_shape import TreeShape, parse_tree
+from longdraft.serve.tree_shape import TreeShape, chain_shape, parse_tree
 
 
 class DeviceDrafter(Drafter):
@@ -43,6 +43,9 @@ class DeviceDrafter(Drafter):
     def follow(self, rid: str, tokens: Tokens, end: int) -> None:
         self.followed.append((rid, end))
         self.known.add(rid)
+
+    def settle(self, rid: str, end: int) -> None:
+        self.known.discard(rid)
 
     def follows(self, rid: str) -> bool:
         return rid in self.known
@@ -219,6 +222,27 @@ def test_a_verification_that_fails_is_repeated_one_by_one(behind: bool, tree: st
     good, bad = reqs
     assert list(good.output_ids) == plainly(make_request("x", 1, [1], max_new_tokens=6, ignore_eos=True))
     assert bad.finished_reason.to_json()["type"] == "abort"
+    skipped = [getattr(req, "skip_radix_cache_insert", False) for req in reqs]
+    assert skipped == [False, True], "keys that were never written are not shared with later requests"
+
+
+def test_a_stop_token_that_no_tensor_holds_stops_nothing() -> None:
+    req = make_request("r", 1, [1], max_new_tokens=6, ignore_eos=False, stop_token_ids=[-(10**30), -1, 10**30, 1 << 63])
+    Server(step_of(DeviceDrafter(next_of)), True).run([req])
+    assert list(req.output_ids) == plainly(make_request("x", 2, [1], max_new_tokens=6))
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_request_that_a_round_on_the_host_did_not_draft_for_is_followed_anew(behind: bool) -> None:
+    """Such a round shows the drafter nothing, so that what it holds is behind."""
+    drafter, plain = DeviceDrafter(next_of), chain_shape(0)
+    step = make_step([plain], MadeUpTarget(), drafter, Observer(drafter), ServeSettings(), STRIDE)
+    stays = make_request("stays", 1, [1], max_new_tokens=9, ignore_eos=True)
+    leaves = make_request("leaves", 2, [2], max_new_tokens=4, ignore_eos=True, stop="hgfedcba")
+    Server(step, behind).run([stays, leaves])
+    assert [end for rid, end in drafter.followed if rid == "stays"] == [1, 4 + behind], (
+        "as it came, and when the other one had left"
+    )
 
 
 @pytest.mark.parametrize("tree", ["chain", "2,2,2"])

@@ -252,6 +252,15 @@ def test_rounds_of_the_host_and_of_the_device_take_turns() -> None:
     assert "b" not in drafter.rows
 
 
+def test_a_request_that_is_settled_is_rebuilt_when_it_went_on_without_the_drafter() -> None:
+    drafter = make(rows=2)
+    drafter.follow("a", request("a", 10).tokens, 10)
+    drafter.settle("a", 10)
+    drafter.settle("b", 10)
+    assert drafter.held == {"a": 10}
+    assert drafter.propose([request("a", 14)], greedy) == [reference("a", 14)]
+
+
 def test_a_ring_for_a_new_request_is_the_one_not_used_for_longest() -> None:
     drafter = make(rows=2)
     for rid in "ab":
