@@ -68,6 +68,15 @@ class ServeSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _something_recent_is_read(self) -> "ServeSettings":
+        if self.draft_sinks >= self.draft_context:
+            raise ValueError(
+                f"draft_sinks={self.draft_sinks} with draft_context={self.draft_context} leaves the draft no recent token to read: "
+                "give fewer sinks than context"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _costs_have_a_choice(self) -> "ServeSettings":
         if self.tree_costs is not None and self.tree.partition(":")[0] != AUTO:
             raise ValueError(

@@ -58,6 +58,10 @@ def test_a_variable_that_is_no_object(text: str, monkeypatch: pytest.MonkeyPatch
         ('{"mode": "fast"}', r"mode='fast': .*'off'.*'full'"),
         ('{"draft_context": 10}', r"draft_context=10: .*64"),
         ('{"draft_sinks": -1}', r"draft_sinks=-1"),
+        (
+            '{"draft_sinks": 64, "draft_context": 64}',
+            r"draft_sinks=64 with draft_context=64 .* no recent token .*: give fewer sinks",
+        ),
         ('{"lookup_min_match": 0}', r"lookup_min_match=0"),
         ('{"simulate_accept_length": 0.5}', r"simulate_accept_length=0\.5"),
     ],
