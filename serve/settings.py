@@ -53,7 +53,10 @@ class ServeSettings(Settings):
         "there (over a float8 cache fa3 only where SGLang decodes with it)",
     )
     simulate_accept_length: float | None = Field(
-        None, ge=1, description="benchmarks only: force this mean accept length (bonus in); the text is wrong"
+        None,
+        ge=1,
+        allow_inf_nan=False,
+        description="benchmarks only: force this mean accept length (bonus in); the text is wrong",
     )
     step_times: str | None = Field(
         None, description="file to which one line of phase times is added every decode step; None measures nothing"
@@ -84,6 +87,16 @@ class ServeSettings(Settings):
                 "set tree to auto or auto:TREE"
             )
         return self
+
+    @field_validator("tree", mode="before")
+    @classmethod
+    def _one_width_is_a_shape(cls, value: Any) -> Any:
+        """YAML reads a beam of one width as a number."""
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)
+        if not isinstance(value, str):
+            raise ValueError(f"this is no shape: write {HELP}")
+        return value
 
     @field_validator("tree")
     @classmethod

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from longdraft.errors import UserError
+from longdraft.options import parse_options
 from longdraft.schema import validate
+from longdraft.serve.launch import ServeOptions
 from longdraft.serve.settings import (
     ENVIRONMENT,
     RequestSettings,
@@ -34,6 +36,11 @@ def test_settings_survive_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     sent = ServeSettings(mode="off", draft_context=128, draft_sinks=4, attention="torch", simulate_accept_length=2.5)
     write_environment(sent)
     assert read_environment() == sent
+
+
+def test_a_beam_of_one_width_is_a_number_in_yaml() -> None:
+    options, _ = parse_options(ServeOptions, ["--tree", "8"], "longdraft serve")
+    assert options.tree == "8"
 
 
 def test_a_draft_head_and_its_counts_belong_together() -> None:
@@ -64,6 +71,9 @@ def test_a_variable_that_is_no_object(text: str, monkeypatch: pytest.MonkeyPatch
         ),
         ('{"lookup_min_match": 0}', r"lookup_min_match=0"),
         ('{"simulate_accept_length": 0.5}', r"simulate_accept_length=0\.5"),
+        ('{"simulate_accept_length": Infinity}', r"simulate_accept_length=inf: .*finite"),
+        ('{"tree": false}', r"tree=False: this is no shape: write chain, "),
+        ('{"tree": [4, 4]}', r"tree=\[4, 4\]: this is no shape: write chain, "),
     ],
 )
 def test_unknown_and_unfit_fields_are_named(text: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
