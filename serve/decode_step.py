@@ -29,6 +29,8 @@ from longdraft.serve.verify import Verified, verify
 
 logger = logging.getLogger(__name__)
 
+UNVERIFIED = "longdraft could not verify this request: see the server's log"
+
 
 class DecodeStep:
     """Drafts and verifies a batch. Whatever fails costs the requests it touches their drafts, or ends them; never the server."""
@@ -197,9 +199,12 @@ class DecodeStep:
 def give_up(req: Any) -> None:
     """End a request with an error; called where its exception is handled."""
     logger.exception("longdraft: request %s cannot be verified and is aborted", req.rid)
-    message = "longdraft could not verify this request: see the server's log"
-    req.to_finish = FINISH_ABORT(message, 500, "InternalServerError")
-    req.skip_radix_cache_insert = True  # its newest token's keys and values may never have been written
+    req.to_finish = FINISH_ABORT(UNVERIFIED, 500, "InternalServerError")
+
+
+def gave_up(req: Any) -> bool:
+    """Whether :func:`give_up` ended the request."""
+    return isinstance(req.finished_reason, FINISH_ABORT) and req.finished_reason.message == UNVERIFIED
 
 
 def logits_output(logits_TV: torch.Tensor) -> Any:

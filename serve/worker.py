@@ -15,6 +15,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.build_drafter import build_drafter
 from longdraft.serve.cache_format import cache_scales, verify_backend
+from longdraft.serve.decode_step import gave_up
 from longdraft.serve.make_step import make_step
 from longdraft.serve.measure_costs import measured_costs
 from longdraft.serve.observer import Observer
@@ -139,6 +140,10 @@ class LongDraftWorker(BaseSpecWorker):
 
     def prepare_for_kv_cache_release(self, req: Any) -> None:
         self.drafter.forget(req.rid)
+        if gave_up(
+            req
+        ):  # its newest token's keys and values may never have been written: no other request may find them
+            req.skip_radix_cache_insert = True
 
     def forward_batch_generation(self, batch: ScheduleBatch, on_publish: Any = None) -> GenerationBatchResult:
         if batch.return_logprob:

@@ -1,6 +1,7 @@
 """Rounds on the device over a made-up target: the same tokens with the host a round behind, and failures stay with their request."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from longdraft.serve.observer import Observer
 from longdraft.serve.settings import ServeSettings
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.tree_shape import TreeShape, chain_shape, parse_tree
+from longdraft.serve.worker import LongDraftWorker
 
 
 class DeviceDrafter(Drafter):
@@ -222,6 +224,12 @@ def test_a_verification_that_fails_is_repeated_one_by_one(behind: bool, tree: st
     good, bad = reqs
     assert list(good.output_ids) == plainly(make_request("x", 1, [1], max_new_tokens=6, ignore_eos=True))
     assert bad.finished_reason.to_json()["type"] == "abort"
+    forgotten: list[str] = []
+    worker: Any = SimpleNamespace(drafter=SimpleNamespace(forget=forgotten.append))
+    for req in reqs:
+        assert not hasattr(req, "skip_radix_cache_insert"), "a chunk of a prefill is kept without it"
+        LongDraftWorker.prepare_for_kv_cache_release(worker, req)
+    assert forgotten == ["a", "bad"]
     skipped = [getattr(req, "skip_radix_cache_insert", False) for req in reqs]
     assert skipped == [False, True], "keys that were never written are not shared with later requests"
 

@@ -24,7 +24,9 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.utils.logprob import compute_spec_v2_logprobs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.model_executor import pool_configurator
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -337,3 +339,9 @@ def test_slots_are_reserved_per_step_and_never_past_the_row(monkeypatch: pytest.
 
 def test_the_package_is_the_checkout_under_test() -> None:
     assert Path(str(longdraft.__file__)).is_file()
+
+
+def test_a_finished_request_is_shown_to_the_worker_before_its_slots_are_shared() -> None:
+    finish = inspect.getsource(SchedulerBatchResultProcessor._handle_finish_state_updated_req)
+    assert finish.index("prepare_release(req)") < finish.index("release_kv_cache(req")
+    assert 'is_insert and not getattr(req, "skip_radix_cache_insert", False)' in inspect.getsource(release_kv_cache)
