@@ -138,7 +138,9 @@ class DeviceStep(DecodeStep):
 
     def _roster(self, batch: ScheduleBatch) -> Roster:
         if self.roster is None or not self.roster.of(batch.reqs):
-            self.roster = Roster.build(batch.reqs, [self.mode_of(r) for r in batch.reqs], batch.seq_lens.device)
+            self.roster = Roster.build(
+                batch.reqs, [self.mode_of(r) for r in batch.reqs], batch.seq_lens.device, self.vocab
+            )
         return self.roster
 
     def _known(self, req: Any, mode: str) -> bool:

@@ -14,7 +14,6 @@ from longdraft.serve.sampling.penalties import penalised
 from longdraft.serve.sampling.rows import RowParams
 
 NO_TOKEN = -1
-MOST_TOKEN = (1 << 31) - 1  # no vocabulary is larger, and a larger integer need not fit a tensor
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,12 @@ class Roster:
     params: RowParams
 
     @staticmethod
-    def build(reqs: list[Any], modes: list[str], device: torch.device) -> "Roster":
-        """Read the requests and send what the device needs of them there."""
-        stops = [sorted(t for t in stop_tokens(r) if 0 <= t <= MOST_TOKEN) for r in reqs]
+    def build(reqs: list[Any], modes: list[str], device: torch.device, vocab: int) -> "Roster":
+        """Read the requests and send what the device needs of them there.
+
+        Of the tokens that end a request only those of the vocabulary: others need not fit a tensor, and there is no end of them.
+        """
+        stops = [sorted(t for t in stop_tokens(r) if 0 <= t < vocab) for r in reqs]
         most = max(1, *map(len, stops))
         return Roster(
             list(reqs),

@@ -234,10 +234,13 @@ def test_a_verification_that_fails_is_repeated_one_by_one(behind: bool, tree: st
     assert skipped == [False, True], "keys that were never written are not shared with later requests"
 
 
-def test_a_stop_token_that_no_tensor_holds_stops_nothing() -> None:
+def test_stop_tokens_outside_of_the_vocabulary_stop_nothing_and_cost_nothing() -> None:
     req = make_request("r", 1, [1], max_new_tokens=6, ignore_eos=False, stop_token_ids=[-(10**30), -1, 10**30, 1 << 63])
-    Server(step_of(DeviceDrafter(next_of)), True).run([req])
+    req.sampling_params.stop_token_ids |= set(range(VOCAB, 10**5))
+    step = step_of(DeviceDrafter(next_of))
+    Server(step, True).run([req])
     assert list(req.output_ids) == plainly(make_request("x", 2, [1], max_new_tokens=6))
+    assert step.roster.stop_BS.tolist() == [[7]], "they take no room in a round"
 
 
 @pytest.mark.parametrize("behind", [False, True])
