@@ -17,7 +17,7 @@ from longdraft.kernels.tree_attention import MAX_TREE
 CHAIN, AUTO = "chain", "auto"
 HELP = (
     "chain, the widths of a beam such as 4,16,16, eagle2:depth,branch,places such as eagle2:5,8,60, auto for the chain of at most "
-    "--steps drafts that pays best round by round, or auto:TREE for that or this tree"
+    "--steps drafts that pays best round by round, or auto:TREE for a chain of at most the tree's depth or this tree"
 )
 
 
