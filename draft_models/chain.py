@@ -51,7 +51,7 @@ def propose_chain(
         def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at_B: torch.Tensor = at_B) -> torch.Tensor:
             return state.attend(row_B, at_B, q, k, v)
 
-        hidden_BE = draft(token_B, at_B, self_attend, cross_attend, draft.behind(newest_BF, step + 1))
+        hidden_BE = draft(token_B, at_B, self_attend, cross_attend, newest_BF, step + 1)
         token_B = choose((logits or draft.logits)(hidden_BE), at_B, step)
         drafted.append(token_B)
     return torch.stack(drafted, 1)

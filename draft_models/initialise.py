@@ -131,11 +131,29 @@ def fit_newest_row(draft: LongSpecDraft, batches: Iterable[FitBatch]) -> None:
     """
     newest = draft.newest
     assert newest is not None
-    newest.proj.weight.zero_()
-    regression = Regression(newest.proj.in_features, newest.proj.out_features, newest.proj.weight.device)
+    regression, rows = _rest_of(draft, newest.proj, batches)
+    if rows:
+        size_F = regression.scale() / rows**0.5
+        newest.norm.weight.div_(size_F)
+        newest.proj.weight.copy_(regression.solve() * size_F)
+
+
+@torch.no_grad()
+def fit_cross_output(draft: LongSpecDraft, batches: Iterable[FitBatch]) -> None:
+    """Set the cross-attention's output projection likewise, behind queries that look somewhere already."""
+    output = draft.cross_attn.o_proj
+    regression, rows = _rest_of(draft, output, batches)
+    if rows:
+        output.weight.copy_(regression.solve())
+
+
+def _rest_of(draft: LongSpecDraft, module: torch.nn.Linear, batches: Iterable[FitBatch]) -> tuple[Regression, int]:
+    """Sums for a projection whose output is added before the MLP: of what the rest, without it, leaves of the target's rows."""
+    module.weight.zero_()
+    regression = Regression(module.in_features, module.out_features, module.weight.device)
     rows, seen = 0, dict[str, torch.Tensor]()
     hooks = [
-        newest.proj.register_forward_pre_hook(lambda _, args: seen.update(features=args[0])),
+        module.register_forward_pre_hook(lambda _, args: seen.update(features=args[0])),
         draft.mlp_norm.register_forward_pre_hook(lambda _, args: seen.update(residual=args[0])),
     ]
     try:
@@ -147,10 +165,7 @@ def fit_newest_row(draft: LongSpecDraft, batches: Iterable[FitBatch]) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    if rows:
-        size_F = regression.scale() / rows**0.5
-        newest.norm.weight.div_(size_F)
-        newest.proj.weight.copy_(regression.solve() * size_F)
+    return regression, rows
 
 
 def _wanted(draft: LongSpecDraft, target_NE: torch.Tensor) -> torch.Tensor:

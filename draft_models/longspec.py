@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from longdraft.draft_models.config import LongSpecConfig
-from longdraft.draft_models.newest_row import NewestRow, lagged_rows
+from longdraft.draft_models.newest_row import NewestRow, lagged_rows, newest_features
 from longdraft.draft_models.rope import Rotary
 from longdraft.errors import UserError
 from longdraft.kernels.linear_cross_entropy import IGNORED
@@ -52,9 +52,15 @@ class CrossAttention(nn.Module):
         self.q_proj = nn.Linear(t.hidden_size, config.cross_heads * t.head_dim, bias=config.settings.qkv_bias)
         self.q_norm = nn.RMSNorm(t.head_dim, eps=t.rms_norm_eps) if config.cross_q_norm else None
         self.o_proj = nn.Linear(config.cross_heads * t.head_dim, t.hidden_size, bias=False)
+        # What to look for follows from what the target thought of last, not from the newest tokens alone.
+        newest, out = newest_features(config), config.cross_heads * t.head_dim
+        self.newest_q_proj = nn.Linear(newest, out, bias=False) if newest else None
 
-    def query(self, x_TE: torch.Tensor) -> torch.Tensor:
-        q_THD = self.q_proj(x_TE).unflatten(-1, (-1, self.head_dim))
+    def query(self, x_TE: torch.Tensor, newest_TF: torch.Tensor | None = None) -> torch.Tensor:
+        q_TC = self.q_proj(x_TE)
+        if self.newest_q_proj is not None and newest_TF is not None:
+            q_TC = q_TC + self.newest_q_proj(newest_TF)
+        q_THD = q_TC.unflatten(-1, (-1, self.head_dim))
         return q_THD if self.q_norm is None else self.q_norm(q_THD)
 
 
@@ -179,7 +185,8 @@ class LongSpecDraft(nn.Module):
         position_T: torch.Tensor,
         self_attend: SelfAttend,
         cross_attend: CrossAttend,
-        newest_TE: torch.Tensor | None = None,
+        newest_TF: torch.Tensor | None = None,
+        lag: int = 1,
     ) -> torch.Tensor:
         """Hidden rows before the head, ``[T, E]``.
 
@@ -188,7 +195,8 @@ class LongSpecDraft(nn.Module):
             position_T: their positions; queries and keys are rotated there.
             self_attend: attention of rotated ``q, k, v`` of these tokens over whatever the window holds.
             cross_attend: attention of rotated queries over the target's cache.
-            newest_TE: of :meth:`behind`.
+            newest_TF: of :meth:`read_newest`, of the cached row that stands ``lag`` tokens before each.
+            lag: 1 or more.
         """
         h_TE = self.embed(id_T)
         x_TE = self.self_norm(h_TE)
@@ -197,9 +205,9 @@ class LongSpecDraft(nn.Module):
         k = self.rotary(attn.heads(x_TE, attn.k_proj), position_T)
         v = attn.heads(x_TE, attn.v_proj)
         h_TE = h_TE + attn.o_proj(self_attend(q, k, v).flatten(-2))
-        if newest_TE is not None:
-            h_TE = h_TE + newest_TE
-        q = self.rotary(self.cross_attn.query(self.cross_norm(h_TE)), position_T)
+        if self.newest is not None and newest_TF is not None:
+            h_TE = h_TE + self.newest(newest_TF, lag)
+        q = self.rotary(self.cross_attn.query(self.cross_norm(h_TE), newest_TF), position_T)
         h_TE = h_TE + self.cross_attn.o_proj(cross_attend(q).flatten(-2))
         h_TE = h_TE + self.mlp(self.mlp_norm(h_TE))
         return h_TE if self.final_norm is None else self.final_norm(h_TE)
@@ -214,10 +222,6 @@ class LongSpecDraft(nn.Module):
         if self.newest is None:
             return None
         return self.newest.features(k_TKD, v_TKD, position_T, self.rotary)
-
-    def behind(self, newest_TF: torch.Tensor | None, lag: int) -> torch.Tensor | None:
-        """What the newest cached row adds, ``[T, E]``, to rows that stand ``lag`` tokens behind it; None as :meth:`read_newest`."""
-        return None if newest_TF is None or self.newest is None else self.newest(newest_TF, lag)
 
     def forward_packed(
         self,
@@ -252,7 +256,8 @@ class LongSpecDraft(nn.Module):
             position_T,
             lambda q, k, v: packed_causal_attention(q, k, v, cu, self.config.settings.window),
             lambda q: view_attention(q, keys.to(q.dtype), values.to(q.dtype), cu, lag, views),
-            self.behind(newest_TF, lag),
+            newest_TF,
+            lag,
         )
 
     @property

@@ -20,13 +20,19 @@ from longdraft.draft_models.rope import Rotary
 from longdraft.kernels.transfer import to_device
 
 
+def newest_features(config: LongSpecConfig) -> int:
+    """F of a draft that reads the newest row, 0 of another."""
+    t = config.target
+    return 2 * len(config.cross_layers) * t.num_kv_heads * t.head_dim if config.settings.newest_lags else 0
+
+
 class NewestRow(nn.Module):
     """Projection of a cached token's keys and values, and an offset a lag; lags beyond the last share its offset."""
 
     def __init__(self, config: LongSpecConfig) -> None:
         super().__init__()
         t = config.target
-        features = 2 * len(config.cross_layers) * t.num_kv_heads * t.head_dim
+        features = newest_features(config)
         self.norm = nn.RMSNorm(features, eps=t.rms_norm_eps)
         self.proj = nn.Linear(features, t.hidden_size, bias=False)
         self.lag_offset = nn.Embedding(config.settings.newest_lags, t.hidden_size)

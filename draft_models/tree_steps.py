@@ -114,8 +114,7 @@ class LongSpecTreeStep:
             return self.cross_attend(q_THD.unflatten(0, shape)).flatten(0, 1)
 
         newest_TF = None if self.newest_BF is None else self.newest_BF.repeat_interleave(shape[1], 0)
-        newest_TE = draft.behind(newest_TF, nodes.depth + 1)
-        hidden_TE = draft(nodes.token_BM.flatten(), position_T, self_attend, cross, newest_TE)
+        hidden_TE = draft(nodes.token_BM.flatten(), position_T, self_attend, cross, newest_TF, nodes.depth + 1)
         return draft.draft_logits(hidden_TE).unflatten(0, shape)
 
     def _ring(self, nodes: Frontier, q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -317,6 +317,20 @@ class TrainSettings(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _queries_can_be_copied(self) -> "TrainSettings":
+        draft = self.draft
+        if not draft.copy_queries:
+            return self
+        for name, taken in (("init_from", draft.init_from is not None), ("newest_heads", draft.newest_heads > 0)):
+            if taken:
+                raise ValueError(f"draft.copy_queries sets the queries that draft.{name} brings: leave one out")
+        if not draft.fit_tokens:
+            raise ValueError("draft.copy_queries fits the target's queries on draft.fit_tokens: set it, such as 200000")
+        if draft.cross_q_norm:
+            raise ValueError("draft.copy_queries fits queries as they are: set draft.cross_q_norm=false")
+        return self
+
     def _refuse_other_archs(self) -> None:
         """What is set for another draft than this one would be ignored without a word."""
         if self.draft.arch == "longspec":

@@ -32,6 +32,12 @@ class DraftSettings(LongSpecSettings):
         "fit_tokens",
     )
 
+    copy_queries: bool = Field(
+        False,
+        description="let the cross-attention start where the target itself looks: queries fitted to the target's own in the layers "
+        "that it reads (`longdraft induction` finds those that copy); needs fit_tokens, best with newest_lags",
+    )
+
     @property
     def architecture(self) -> LongSpecSettings:
         """What is stored in the checkpoint."""

@@ -5,15 +5,22 @@ Legend: T packed tokens.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
 
 from longdraft.draft_models.checkpoint import load_draft
 from longdraft.draft_models.config import LongSpecConfig
+from longdraft.draft_models.copy_start import CopyBatch, chosen_heads, copy_shares, fit_queries
 from longdraft.draft_models.eagle3 import Eagle3Draft
-from longdraft.draft_models.initialise import FitBatch, fit_newest_row, fit_to_hidden, initialise_from_target
+from longdraft.draft_models.initialise import (
+    FitBatch,
+    fit_cross_output,
+    fit_newest_row,
+    fit_to_hidden,
+    initialise_from_target,
+)
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.newest_key import Keys, newest_key_queries, start_at_newest_key
 from longdraft.errors import UserError
@@ -25,6 +32,7 @@ from longdraft.train.ranked_head import most_frequent
 from longdraft.train.samples import Packed, SampleStream
 from longdraft.train.target import FrozenTarget, resolve_dtype
 
+CHOICE_BATCHES = 2  # micro-batches by which the heads to copy are chosen
 KEY_DOCUMENTS, KEYS = 48, 1024  # documents, and keys of each, that constant queries are fitted to
 
 
@@ -90,9 +98,50 @@ def fit(
         if group.rank == 0:
             fit_newest_row(draft, _batches(draft, target, settings, corpus, limit))
         share_first(group, [draft.newest.norm.weight, draft.newest.proj.weight])
+    if settings.draft.copy_queries:
+        _start_copying(draft, target, settings, corpus, limit, group)
     rows = fit_to_hidden(draft, _batches(draft, target, settings, corpus, limit)) if group.rank == 0 else 0
     share_first(group, [draft.mlp.down_proj.weight])
     return int(group.totals(rows)[0])
+
+
+def _start_copying(
+    draft: LongSpecDraft, target: FrozenTarget, settings: TrainSettings, corpus: Documents, limit: int, group: Group
+) -> None:
+    """``draft.copy_queries``: the target's own queries, and the output that makes the most of what they find."""
+    cross, groups = draft.cross_attn, target.spec.num_heads // target.spec.num_kv_heads
+    if cross.q_norm is not None:
+        raise UserError(
+            "draft.copy_queries fits queries as they are, this draft norms them: set draft.cross_q_norm=false"
+        )
+    if draft.config.cross_group > groups:
+        raise UserError(
+            f"draft.cross_group={draft.config.cross_group}, the target has {groups} query heads a key head to copy: give {groups} or less"
+        )
+    if group.rank == 0:
+        batches = partial(_copy_batches, draft, target, settings, corpus, limit)
+        shares = copy_shares(islice(batches(), CHOICE_BATCHES), target.head_VE, draft.rotary, settings.lag.min)
+        if len(shares):
+            fit_queries(draft, chosen_heads(shares, groups, draft.config.cross_group), batches())
+            fit_cross_output(draft, _batches(draft, target, settings, corpus, limit))
+    newest = [] if cross.newest_q_proj is None else [cross.newest_q_proj.weight]
+    bias = [] if cross.q_proj.bias is None else [cross.q_proj.bias]
+    share_first(group, [cross.q_proj.weight, cross.o_proj.weight, *newest, *bias])
+
+
+def _copy_batches(
+    draft: LongSpecDraft, target: FrozenTarget, settings: TrainSettings, corpus: Documents, limit: int
+) -> Iterator[CopyBatch]:
+    """With the target online: stored features hold no queries."""
+    layers = draft.config.cross_layers
+    for micro in fit_samples(settings, corpus, limit, target.device):
+        place = micro.id_T, micro.position_T, micro.cu
+        seen = target.capture(*place, hidden=True, kv_layers=layers, q_layers=layers)
+        assert seen.hidden_TE is not None
+        run = partial(draft.forward_packed, *place[:2], seen.k_TKD, seen.v_TKD, micro.cu, settings.lag.min)
+        yield CopyBatch(
+            run, *place, seen.q_THD, seen.k_TKD, seen.hidden_TE, (micro.label_T != IGNORED).nonzero().flatten()
+        )
 
 
 def _fit_newest_heads(

@@ -59,9 +59,10 @@ class ShardedTarget(FrozenTarget):
         hidden: bool = False,
         aux: Sequence[int] = (),
         kv_layers: Sequence[int] = LAST,
+        q_layers: Sequence[int] = (),
     ) -> Capture:
         """As :meth:`FrozenTarget.capture`; collective."""
-        seen = super().capture(id_T, position_T, cu, hidden, aux, kv_layers)
+        seen = super().capture(id_T, position_T, cu, hidden, aux, kv_layers, q_layers)
         own = self.passes(cu)
         for _ in range(max(self.group.gather(own)) - own):
             nothing_BL = id_T.new_zeros(1, 1)

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from longdraft.draft_models.aux_features import aux_features
+from longdraft.draft_models.layer_queries import layer_queries
 from longdraft.draft_models.target import TargetSpec
 from longdraft.errors import UserError
 from longdraft.train.config import TargetSettings
@@ -85,10 +86,11 @@ class KeptLayers(Cache):
 
 @dataclass(frozen=True)
 class Wanted:
-    """Layers of a pass whose outputs and whose keys and values are kept."""
+    """Layers of a pass whose outputs, whose keys and values, and whose queries are kept."""
 
     aux: tuple[int, ...] = ()
     kv_layers: tuple[int, ...] = LAST
+    q_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Capture:
     """What the draft reads, one row a token in the target's dtype, by name.
 
     ``k`` and ``v`` are the cache of one layer, or of several side by side, keys rotated; ``hidden`` feeds the head; ``aux`` is the outputs of three layers
-    side by side, low layer first. What was not asked for is not there.
+    side by side, low layer first; ``q`` is queries of layers, not rotated. What was not asked for is not there.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -108,6 +110,10 @@ class Capture:
     @property
     def v_TKD(self) -> torch.Tensor:
         return self.tensors["v"]
+
+    @property
+    def q_THD(self) -> torch.Tensor:
+        return self.tensors["q"]
 
     @property
     def hidden_TE(self) -> torch.Tensor | None:
@@ -159,6 +165,7 @@ class FrozenTarget:
         hidden: bool = False,
         aux: Sequence[int] = (),
         kv_layers: Sequence[int] = LAST,
+        q_layers: Sequence[int] = (),
     ) -> Capture:
         """Run packed documents, each on its own, at the given positions.
 
@@ -168,10 +175,12 @@ class FrozenTarget:
             hidden: also return the rows that feed the head.
             aux: layers whose outputs to return too, ascending, as :mod:`longdraft.draft_models.eagle3_config` counts them.
             kv_layers: layers whose keys and values to return, a negative number counting from the last; none of them if empty.
+            q_layers: layers whose queries to return, before their rotation.
         """
         names = [*(("k", "v") if kv_layers else ()), *(("hidden",) if hidden else ()), *(("aux",) if aux else ())]
+        names += ["q"] if q_layers else []
         run = self._packed if self.packed else self._padded
-        parts = run(id_T, position_T, cu, Wanted(tuple(aux), tuple(kv_layers)))
+        parts = run(id_T, position_T, cu, Wanted(tuple(aux), tuple(kv_layers), tuple(q_layers)))
         out: dict[str, torch.Tensor] = {}
         for begin, end, seen in parts:
             if end - begin == len(id_T):
@@ -180,7 +189,7 @@ class FrozenTarget:
                 if name not in out:
                     out[name] = seen[name].new_empty(len(id_T), *seen[name].shape[1:])
                 out[name][begin:end] = seen[name]
-        return Capture(out or self._nothing(id_T, names, len(aux), len(kv_layers)))
+        return Capture(out or self._nothing(id_T, names, len(aux), len(kv_layers), len(q_layers)))
 
     def _packed(self, id_T: torch.Tensor, position_T: torch.Tensor, cu: Sequence[int], wanted: Wanted) -> Parts:
         """Documents side by side, as many at once as ``max_batch_tokens`` holds."""
@@ -213,20 +222,27 @@ class FrozenTarget:
         """All features ``[B, L, ...]`` of one pass."""
         layers = self.spec.num_layers
         cache = KeptLayers(layers, [layer % layers for layer in wanted.kv_layers])
-        with aux_features(self.model, wanted.aux) as features:
+        with aux_features(self.model, wanted.aux) as features, layer_queries(self.model, wanted.q_layers) as queries:
             out = self.model.base_model(
                 input_ids=id_BL, position_ids=position_BL, past_key_values=cache, use_cache=True, **given
             )
         seen = {"hidden": out.last_hidden_state}
         if wanted.kv_layers:
             seen["k"], seen["v"] = cache.rows()
+        if wanted.q_layers:
+            seen["q"] = torch.cat([queries[layer] for layer in wanted.q_layers], -1).unflatten(
+                -1, (-1, self.spec.head_dim)
+            )
         return seen | ({"aux": features.take()} if wanted.aux else {})
 
-    def _nothing(self, id_T: torch.Tensor, names: Sequence[str], aux: int, kv_layers: int) -> dict[str, torch.Tensor]:
+    def _nothing(
+        self, id_T: torch.Tensor, names: Sequence[str], aux: int, kv_layers: int, q_layers: int
+    ) -> dict[str, torch.Tensor]:
         """Features of no tokens."""
         spec = self.spec
         kv = (kv_layers * spec.num_kv_heads, spec.head_dim)
         shapes = {"k": kv, "v": kv, "hidden": (spec.hidden_size,), "aux": (aux * spec.hidden_size,)}
+        shapes["q"] = (q_layers * spec.num_heads, spec.head_dim)
         return {name: torch.empty(0, *shapes[name], dtype=self.model.dtype, device=id_T.device) for name in names}
 
 

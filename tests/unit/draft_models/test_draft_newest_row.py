@@ -44,8 +44,8 @@ def test_features_do_not_depend_on_where_the_token_stood() -> None:
 def test_each_lag_has_its_offset_and_larger_ones_share_the_last() -> None:
     draft = tiny_draft(TARGET, newest_lags=2)
     x = torch.randn(3, draft.newest.proj.in_features)  # type: ignore[union-attr]
-    one, two, three = (draft.behind(x, lag) for lag in (1, 2, 3))
-    assert not torch.allclose(one, two) and torch.equal(two, three)  # type: ignore[arg-type]
+    one, two, three = (draft.newest(x, lag) for lag in (1, 2, 3))  # type: ignore[misc]
+    assert not torch.allclose(one, two) and torch.equal(two, three)
 
 
 def fitted(target: FrozenTarget) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,6 +59,41 @@ def test_newest_heads_that_cannot_start_are_refused(
     assert words in capsys.readouterr().err
 
 
+COPYING = ("draft.copy_queries=true", "draft.newest_lags=2", "draft.fit_tokens=1500", "draft.init=target")
+
+
+def test_a_run_starts_with_the_targets_queries_and_a_resumed_one_keeps_them(recipe: Path) -> None:
+    still = ("optim.lr=1e-12", "optim.warmup_ratio=0", "schedule.max_steps=2", "objective.name=greedy")
+    plain = train(recipe, "plain", *COPYING, *still, "draft.copy_queries=false")
+    whole = train(recipe, "whole", *COPYING, *still)
+    train(recipe, "parts", *COPYING, *still, "schedule.max_steps=1")
+    want, got = final_state(whole), final_state(train(recipe, "parts", *COPYING, *still))
+    assert all(torch.equal(want[key], got[key]) for key in want)
+    target = load_target(TargetSettings(path="tiny-random:llama"), torch.device("cpu"))
+    started, before = (load_draft(run / "checkpoints" / "latest" / "draft", target.spec) for run in (whole, plain))
+    assert not torch.equal(started.cross_attn.q_proj.weight, before.cross_attn.q_proj.weight)
+    assert started.cross_attn.o_proj.weight.norm() > 1e-3 and before.cross_attn.o_proj.weight.norm() < 1e-3
+    assert rows(whole)[0]["loss"] <= 1.05 * rows(plain)[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (("draft.copy_queries=true",), "draft.fit_tokens: set it, such as 200000"),
+        ((*COPYING, "draft.cross_q_norm=true"), "draft.cross_q_norm=false"),
+        ((*COPYING, "draft.init_from=folder"), "draft.init_from brings: leave one out"),
+        ((*COPYING, "draft.newest_heads=1", "draft.qkv_bias=true"), "draft.newest_heads brings: leave one out"),
+        ((*COPYING, "draft.cross_group=9"), "query heads a key head to copy"),
+        ((*COPYING, "target.path=tiny-random:qwen3"), "this draft norms them: set draft.cross_q_norm=false"),
+    ],
+)
+def test_queries_that_cannot_be_copied_are_refused(
+    recipe: Path, settings: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(recipe), *settings]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_a_ranked_head_holds_the_training_texts_tokens_and_the_ends(recipe: Path) -> None:
     run = train(recipe, "r", "draft.head_tokens=25", "schedule.max_steps=1")
     target = load_target(TargetSettings(path="tiny-random:llama"), torch.device("cpu"))
