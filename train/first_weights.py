@@ -5,7 +5,7 @@ Legend: T packed tokens.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import islice, pairwise
+from itertools import cycle, islice, pairwise
 from typing import Any
 
 import torch
@@ -134,11 +134,11 @@ def _copy_batches(
 ) -> Iterator[CopyBatch]:
     """With the target online: stored features hold no queries."""
     layers = draft.config.cross_layers
-    for micro in fit_samples(settings, corpus, limit, target.device):
+    for micro, lag in zip(fit_samples(settings, corpus, limit, target.device), _lags(settings), strict=False):
         place = micro.id_T, micro.position_T, micro.cu
         seen = target.capture(*place, hidden=True, kv_layers=layers, q_layers=layers)
         assert seen.hidden_TE is not None
-        run = partial(draft.forward_packed, *place[:2], seen.k_TKD, seen.v_TKD, micro.cu, settings.lag.min)
+        run = partial(draft.forward_packed, *place[:2], seen.k_TKD, seen.v_TKD, micro.cu, lag)
         yield CopyBatch(
             run, *place, seen.q_THD, seen.k_TKD, seen.hidden_TE, (micro.label_T != IGNORED).nonzero().flatten()
         )
@@ -194,6 +194,11 @@ def _newest_documents(
     return found
 
 
+def _lags(settings: TrainSettings) -> Iterator[int]:
+    """Every lag in turn: a fit to the smallest alone left a draft with newest rows that named nothing at the others."""
+    return cycle(range(settings.lag.min, settings.lag.max + 1))
+
+
 def share_first(group: Group, weights: Sequence[torch.Tensor]) -> None:
     """Give all ranks rank 0's weights."""
     for weight in weights:
@@ -214,11 +219,11 @@ def fit_samples(settings: TrainSettings, corpus: Documents, limit: int, device: 
 def _batches(
     draft: LongSpecDraft, target: FrozenTarget, settings: TrainSettings, corpus: Documents, limit: int
 ) -> Iterator[FitBatch]:
-    for micro in fit_samples(settings, corpus, limit, target.device):
+    for micro, lag in zip(fit_samples(settings, corpus, limit, target.device), _lags(settings), strict=False):
         seen = micro.capture or target.capture(
             micro.id_T, micro.position_T, micro.cu, hidden=True, kv_layers=draft.config.cross_layers
         )
         assert seen.hidden_TE is not None
         cache = seen.k_TKD, seen.v_TKD
-        run = partial(draft.forward_packed, micro.id_T, micro.position_T, *cache, micro.cu, settings.lag.min)
+        run = partial(draft.forward_packed, micro.id_T, micro.position_T, *cache, micro.cu, lag)
         yield run, seen.hidden_TE, (micro.label_T != IGNORED).nonzero().flatten()

@@ -13,6 +13,7 @@ Legend: L tokens, R rows, S layers, H query heads, K key/value heads.
 
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def measure(settings: InductionSettings) -> torch.Tensor:
     spec, tokenizer = TargetSpec.from_config(load_config(settings.target)), load_tokenizer(settings.target)
     corpus = Corpus(settings.data.train, settings.data, tokenizer, spec.vocab_size)
     found = (torch.tensor(corpus[i].ids[: settings.tokens]) for i in range(len(corpus)))
-    texts = [ids for ids in found if len(ids) == settings.tokens][: settings.documents]
+    texts = list(islice((ids for ids in found if len(ids) == settings.tokens), settings.documents))
     if not texts:
         raise UserError(f"data.train={settings.data.train!r} has no document of tokens={settings.tokens}: lower it")
     eager = settings.target.model_copy(update={"attn": "eager"})
