@@ -264,4 +264,7 @@ def test_settings_default_to_the_papers_draft() -> None:
         "cross_q_norm": None,
         "head_tokens": None,
         "final_norm": False,
+        "cross_layers": [],
+        "cross_group": None,
+        "newest_lags": 0,
     }

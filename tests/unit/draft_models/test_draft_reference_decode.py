@@ -22,7 +22,9 @@ def greedy(target: FrozenTarget, new_tokens: int = NEW) -> list[int]:
 def script(monkeypatch: pytest.MonkeyPatch, draft_at: Callable[[int, int], int]) -> None:
     """Replace proposing by a rule: the token drafted for a position, given the depth."""
 
-    def propose(state: object, row: object, root: object, at: torch.Tensor, steps: int, *_: object) -> torch.Tensor:
+    def propose(
+        state: object, row: object, root: object, at: torch.Tensor, steps: int, *_: object, **__: object
+    ) -> torch.Tensor:
         return torch.tensor([[draft_at(int(at) + 1 + d, d) for d in range(steps)]])
 
     monkeypatch.setattr(drafting, "propose_chain", propose)

@@ -86,8 +86,8 @@ def test_a_budget_beyond_the_cache_drafts_as_without_a_view(monkeypatch: pytest.
 
     honest, drafted = drafting.propose_chain, []
 
-    def watched(*args: object) -> torch.Tensor:
-        drafted.append(honest(*args))  # type: ignore[arg-type]
+    def watched(*args: object, **named: object) -> torch.Tensor:
+        drafted.append(honest(*args, **named))  # type: ignore[arg-type]
         return drafted[-1]
 
     monkeypatch.setattr(drafting, "propose_chain", watched)
