@@ -80,7 +80,7 @@ def _lengths(stream: SampleStream, variants: int) -> Iterator[tuple[int, int, in
 
 def identity(settings: TrainSettings, spec: TargetSpec, corpus: Corpus) -> dict[str, Any]:
     """Dotted settings and fingerprints that decide the content of a store."""
-    data, target = settings.data.model_dump(mode="json"), settings.target
+    data, target, layers = settings.data.model_dump(mode="json"), settings.target, settings.draft.cross_layers
     for key in ("train", "eval", "source", "features", "packing", "shuffle"):  # these decide samples, not documents
         del data[key]
     return {
@@ -96,7 +96,8 @@ def identity(settings: TrainSettings, spec: TargetSpec, corpus: Corpus) -> dict[
         "objective.rows": settings.objective.rows,
         "run.seed": settings.run.seed,
         "features.variants": settings.features.variants,
-        "features.kv_layers": settings.draft.cross_layers or None if "kv" in settings.stored_features else None,
+        # Only where it is set: stores from before the setting go on.
+        **({"features.kv_layers": layers} if "kv" in settings.stored_features and layers else {}),
         "features.aux_layers": aux_layers(settings, spec) if "aux" in settings.stored_features else None,
     }
 
