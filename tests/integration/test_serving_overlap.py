@@ -120,6 +120,6 @@ def test_eagle3_drafts_with_retractions_and_aborts(eagle3_plain: ServerProcess, 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(hang_up, range(24)))
     assert eagle3.idle_slots() == SLOTS
-    again = eagle3.generate(prompts[0], params)
-    assert tokens(again) == want[0] and again["meta_info"]["cached_tokens"] > 0
+    answers = [eagle3.generate(prompts[0], params) for _ in range(2)]  # what was cached before may be evicted by now
+    assert [tokens(a) for a in answers] == [want[0]] * 2 and answers[1]["meta_info"]["cached_tokens"] > 0
     assert "Traceback" not in eagle3.log.read_text()
