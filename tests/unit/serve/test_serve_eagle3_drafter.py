@@ -299,6 +299,20 @@ def test_a_tree_of_a_request_that_knows_nothing_is_its_root() -> None:
     assert reference(TEXTS["a"], 30)[0] in tree.token_BT[1, tree.depth_BT[1] == 1].tolist()
 
 
+def show_all(drafter: Eagle3Drafter) -> None:
+    """The first 35 tokens of each text."""
+    for rid in "abc":
+        show(drafter, TEXTS[rid], PAGES[rid], 0, 35)
+
+
+def running(places: dict[str, int]) -> Running:
+    """A batch that the device alone knows: each request's newest token is its text's at that place."""
+    table = torch.nn.functional.pad(torch.stack(list(PAGES.values())).int(), (0, 30))
+    newest = torch.stack([TEXTS[rid][place] for rid, place in places.items()])
+    rows = torch.tensor(["abc".index(rid) for rid in places])
+    return Running(tuple(places), rows, table, torch.tensor(list(places.values())), newest)
+
+
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("sizes", [[], [2, 4]])
 @pytest.mark.parametrize(("window", "context", "sinks"), [(None, 64, 4), (None, 12, 4), (8, 64, 2), (40, 64, 2)])
@@ -309,17 +323,10 @@ def test_a_batch_of_the_device_drafts_what_the_hosts_drafts(
     host, device = make(draft, 4, context, sinks), make(draft, 4, context, sinks)
     device.use_graphs(sizes)
     for drafter in (host, device):
-        for rid in "abc":
-            show(drafter, TEXTS[rid], PAGES[rid], 0, 35)
-    table, params = (
-        torch.nn.functional.pad(torch.stack(list(PAGES.values())).int(), (0, 30)),
-        row_params("cab", sampling),
-    )
+        show_all(drafter)
+    params = row_params("cab", sampling)
     for places in ({"c": 4, "a": 30, "b": 1}, {"c": 13, "a": 2, "b": 34}):
-        at = torch.tensor(list(places.values()))
-        newest = torch.stack([TEXTS[rid][place] for rid, place in places.items()])
-        rows = torch.tensor(["abc".index(rid) for rid in places])
-        drafted = device.propose_running(Running(tuple(places), rows, table, at, newest), params)
+        drafted = device.propose_running(running(places), params)
         assert drafted.tolist() == host.propose([known(rid, place) for rid, place in places.items()], params)
     assert device.follows("anyone"), "nothing belongs to a request"
 
@@ -373,20 +380,13 @@ def test_trees_of_the_device_are_the_hosts(
     assert shape is not None
     device.use_graphs(sizes, [shape])
     for drafter in (host, device):
-        for rid in "abc":
-            show(drafter, TEXTS[rid], PAGES[rid], 0, 35)
-    table, params = (
-        torch.nn.functional.pad(torch.stack(list(PAGES.values())).int(), (0, 30)),
-        row_params("cab", sampling),
-    )
+        show_all(drafter)
+    params = row_params("cab", sampling)
     limits = [3, 1, 0]
     for places in ({"c": 4, "a": 30, "b": 1}, {"c": 13, "a": 2, "b": 34}):
-        at = torch.tensor(list(places.values()))
-        newest = torch.stack([TEXTS[rid][place] for rid, place in places.items()])
-        now = Running(tuple(places), torch.tensor(["abc".index(rid) for rid in places]), table, at, newest)
         want = host.propose_tree(
             [known(r, p, n) for (r, p), n in zip(places.items(), limits, strict=True)], params, shape
         )
-        got = device.propose_trees_running(now, torch.tensor(limits), params, shape)
+        got = device.propose_trees_running(running(places), torch.tensor(limits), params, shape)
         assert got.parent_BT.tolist() == want.parent_BT.tolist()
         assert torch.equal(got.token_BT[got.valid_BT], want.token_BT[want.valid_BT])
