@@ -1,16 +1,18 @@
 """Chain drafting: one draft token a step, each from the one before. Shared by the server and the reference decoder.
 
-Legend: B requests, H query heads, D head size, V vocabulary, K drafted tokens a request.
+Legend: B requests, S steps, H query heads, D head size, V vocabulary, K drafted tokens a request.
 """
 
 from collections.abc import Callable
 
 import torch
 
+from longdraft.draft_models.fused_step import FusedChain, FusedStep
 from longdraft.draft_models.longspec import CrossAttend
 from longdraft.draft_models.window_state import WindowState
 
 Choose = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]  # logits_BV, position_B, step -> id_B
+Advance = Callable[[torch.Tensor, int], torch.Tensor]  # id_B, step -> hidden_BE
 
 
 def argmax_choice(logits_BV: torch.Tensor, position_B: torch.Tensor, step: int) -> torch.Tensor:
@@ -29,6 +31,9 @@ def propose_chain(
     choose: Choose = argmax_choice,
     logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
     newest_BF: torch.Tensor | None = None,
+    fused: FusedStep | None = None,
+    backend: str | None = None,
+    keep_last: bool = False,
 ) -> torch.Tensor:
     """Draft ``steps`` tokens for each request, ``[B, steps]`` int64.
 
@@ -42,16 +47,43 @@ def propose_chain(
         choose: the draft's pick from its logits, given the position of the token that it read.
         logits: the head; None takes the draft's full head.
         newest_BF: of the draft's ``read_newest`` for the target's key T - 1 of each request.
+        fused: the draft's step for serving; None runs the module.
+        backend: of the attention over the rings, as :func:`longdraft.kernels.prefix_attention.prefix_attention` takes it.
+        keep_last: store the last drafted token too, which no step has read.
     """
-    draft = state.draft
+    at_SB = position_B + torch.arange(steps + keep_last, device=position_B.device)[:, None]
+    advance: Advance
+    if fused is None:
+        advance = _module_steps(state, row_B, at_SB, cross_attend, newest_BF, backend)
+    else:
+        advance = chain = FusedChain(fused, state, row_B, at_SB, cross_attend, newest_BF, backend)
     token_B, drafted = root_B, []
     for step in range(steps):
-        at_B = position_B + step
-
-        def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, at_B: torch.Tensor = at_B) -> torch.Tensor:
-            return state.attend(row_B, at_B, q, k, v)
-
-        hidden_BE = draft(token_B, at_B, self_attend, cross_attend, newest_BF, step + 1)
-        token_B = choose((logits or draft.logits)(hidden_BE), at_B, step)
+        hidden_BE = advance(token_B, step)
+        token_B = choose((logits or state.draft.logits)(hidden_BE), at_SB[step], step)
         drafted.append(token_B)
+    if keep_last and fused is None:
+        state.store(row_B, token_B, at_SB[steps])
+    elif keep_last:
+        chain.keep(token_B, steps)
     return torch.stack(drafted, 1)
+
+
+def _module_steps(
+    state: WindowState,
+    row_B: torch.Tensor,
+    at_SB: torch.Tensor,
+    cross_attend: CrossAttend,
+    newest_BF: torch.Tensor | None,
+    backend: str | None,
+) -> Advance:
+    """The draft's own forward, its windows read as suits the device."""
+    windows = state.windows(row_B, at_SB) if at_SB.is_cuda else [None] * len(at_SB)
+
+    def advance(id_B: torch.Tensor, step: int) -> torch.Tensor:
+        def self_attend(q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> torch.Tensor:
+            return state.attend(row_B, at_SB[step], q_BHD, k_BKD, v_BKD, windows[step], backend)
+
+        return state.draft(id_B, at_SB[step], self_attend, cross_attend, newest_BF, step + 1)
+
+    return advance

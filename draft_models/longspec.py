@@ -169,9 +169,13 @@ class LongSpecDraft(nn.Module):
         """Rows of the head that the draft uses: the ranked ones in the order of ``head_ids``, else all."""
         return self.head_VE if self._ranked_NE is None else self._ranked_NE
 
-    def embed(self, id_T: torch.Tensor) -> torch.Tensor:
+    @property
+    def embedding_VE(self) -> torch.Tensor:
         assert self._lent is not None, "bind() the target's embedding and head first"
-        return F.embedding(id_T, self._lent[0]).to(self.self_attn.k_proj.weight.dtype)
+        return self._lent[0]
+
+    def embed(self, id_T: torch.Tensor) -> torch.Tensor:
+        return F.embedding(id_T, self.embedding_VE).to(self.self_attn.k_proj.weight.dtype)
 
     def self_kv(self, id_T: torch.Tensor, position_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated keys and values of the self-attention for tokens at positions: all the state that the draft has."""

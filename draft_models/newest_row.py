@@ -48,7 +48,11 @@ class NewestRow(nn.Module):
 
     def forward(self, newest_TF: torch.Tensor, lag: int) -> torch.Tensor:
         """``[T, E]`` for rows that stand so many tokens behind the newest cached one."""
-        return self.proj(newest_TF) + self.lag_offset.weight[min(lag, self.lag_offset.num_embeddings) - 1]
+        return self.proj(newest_TF) + self.offset(lag)
+
+    def offset(self, lag: int) -> torch.Tensor:
+        """``[E]``."""
+        return self.lag_offset.weight[min(lag, self.lag_offset.num_embeddings) - 1]
 
 
 def lagged_rows(x_TF: torch.Tensor, cu: Sequence[int], lag: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from longdraft.draft_models.target import TargetSpec
+from longdraft.kernels.rotate import rotate
 
 
 def rotary_frequencies(target: TargetSpec) -> tuple[torch.Tensor, float]:
@@ -42,10 +43,11 @@ class Rotary(torch.nn.Module):
             inverse, self.factor = rotary_frequencies(target)
         self.register_buffer("inverse", inverse, persistent=False)
 
+    def angles(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine, float32 ``[..., D / 2]``, of integer positions of any shape, times the rotation's factor."""
+        angle = position.to(torch.float32)[..., None] * self.inverse.to(torch.float32)
+        return angle.cos() * self.factor, angle.sin() * self.factor
+
     def forward(self, x_THD: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor:
         """``x`` rotated, same shape and dtype (float64 stays that throughout); ``position_T`` are integers."""
-        angle = position_T.to(torch.float32)[:, None, None] * self.inverse.to(torch.float32)
-        cos, sin = angle.cos() * self.factor, angle.sin() * self.factor
-        work = torch.float64 if x_THD.dtype == torch.float64 else torch.float32
-        a, b = x_THD.to(work).chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_THD.dtype)
+        return rotate(x_THD, *self.angles(position_T))

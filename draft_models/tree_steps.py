@@ -13,6 +13,7 @@ import torch
 
 from longdraft.draft_models.draft_tree import Frontier
 from longdraft.draft_models.eagle3 import Eagle3Draft
+from longdraft.draft_models.fused_step import FusedStep
 from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import prefix_attention
@@ -82,6 +83,7 @@ class LongSpecTreeStep:
         runs: nodes that the draft runs on in this round, the root among them.
         backend: of the attention over the ring, as :func:`prefix_attention` takes it.
         newest_BF: of the draft's ``read_newest`` for the newest cached token of each request.
+        fused: the draft's step for serving; None runs the module.
     """
 
     def __init__(
@@ -93,8 +95,9 @@ class LongSpecTreeStep:
         runs: int,
         backend: str | None = None,
         newest_BF: torch.Tensor | None = None,
+        fused: FusedStep | None = None,
     ) -> None:
-        self.newest_BF = newest_BF
+        self.newest_BF, self.forward = newest_BF, fused or state.draft
         self.state, self.row_B, self.position_B = state, row_B, position_B
         self.cross_attend, self.backend = cross_attend, backend
         self.scale = state.k.shape[3] ** -0.5
@@ -114,7 +117,7 @@ class LongSpecTreeStep:
             return self.cross_attend(q_THD.unflatten(0, shape)).flatten(0, 1)
 
         newest_TF = None if self.newest_BF is None else self.newest_BF.repeat_interleave(shape[1], 0)
-        hidden_TE = draft(nodes.token_BM.flatten(), position_T, self_attend, cross, newest_TF, nodes.depth + 1)
+        hidden_TE = self.forward(nodes.token_BM.flatten(), position_T, self_attend, cross, newest_TF, nodes.depth + 1)
         return draft.draft_logits(hidden_TE).unflatten(0, shape)
 
     def _ring(self, nodes: Frontier, q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,8 +129,8 @@ class LongSpecTreeStep:
         slot_BW = (self.position_B[:, None] - 1 - before_W) % state.ring
         pages_BW = (self.row_B[:, None] * state.ring + slot_BW).int()
         batch, count = nodes.token_BM.shape
-        plan = rows_plan(batch, count, q_THD.device, pages_BW, self.position_B.clamp_max(width).int())
-        return prefix_attention(q_THD, state.k.flatten(0, 1), state.v.flatten(0, 1), plan, self.scale, self.backend)
+        plan = rows_plan(batch, count, q_THD.device, pages_BW, state.held(self.row_B, self.position_B, width))
+        return prefix_attention(q_THD, *state.slots, plan, self.scale, self.backend)
 
 
 class Eagle3TreeStep:

@@ -81,6 +81,18 @@ def fa3_prefix_attention(
     return out_THD, torch.where(torch.isinf(lse_TH), float("-inf"), lse_TH)
 
 
+def fa3_prefix_output(
+    q_THD: torch.Tensor,
+    k_SKD: torch.Tensor,
+    v_SKD: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> torch.Tensor:
+    """The output of :func:`fa3_prefix_attention` alone."""
+    return _call(q_THD, k_SKD, v_SKD, plan, plan.lens_B, scale, kv_scales, causal=False, lse=False)[0]
+
+
 def fa3_chain_attention(
     q_THD: torch.Tensor,
     k_SKD: torch.Tensor,

@@ -10,7 +10,7 @@ import torch
 
 from longdraft.errors import UserError
 from longdraft.kernels.dense_attention import dense_attention
-from longdraft.kernels.fa3 import fa3_prefix_attention
+from longdraft.kernels.fa3 import fa3_prefix_attention, fa3_prefix_output
 from longdraft.kernels.flashinfer_prefix import flashinfer_prefix_attention
 from longdraft.kernels.merge import merge_attention
 from longdraft.kernels.plan import AttentionPlan, consecutive_runs
@@ -122,3 +122,19 @@ def prefix_attention(
     """
     attend = BACKENDS[checked_backend(backend, q_THD, k_SKD, plan)].attend
     return attend(q_THD, k_SKD, v_SKD, plan, scale, kv_scales)
+
+
+def prefix_output(
+    q_THD: torch.Tensor,
+    k_SKD: torch.Tensor,
+    v_SKD: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    backend: str | None = None,
+    kv_scales: tuple[float, float] = (1.0, 1.0),
+) -> torch.Tensor:
+    """The output of :func:`prefix_attention`, for those who merge nothing: FA3's log-sum-exp costs three launches more."""
+    name = checked_backend(backend, q_THD, k_SKD, plan)
+    if name == "fa3":
+        return fa3_prefix_output(q_THD, k_SKD, v_SKD, plan, scale, kv_scales)
+    return BACKENDS[name].attend(q_THD, k_SKD, v_SKD, plan, scale, kv_scales)[0]

@@ -10,7 +10,7 @@ import torch
 
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.kernels.plan import AttentionPlan
-from longdraft.kernels.prefix_attention import prefix_attention
+from longdraft.kernels.prefix_attention import prefix_output
 
 
 class Cache(NamedTuple):
@@ -34,7 +34,7 @@ def read_layers(
     """
     scale, heads = q_RHD.shape[-1] ** -0.5, q_RHD.shape[1] // len(layers)
     outs = [
-        prefix_attention(q.contiguous(), layer.k_SKD, layer.v_SKD, plan, scale, attention, layer.scales)[0]
+        prefix_output(q.contiguous(), layer.k_SKD, layer.v_SKD, plan, scale, attention, layer.scales)
         for q, layer in zip(q_RHD.split(heads, 1), layers, strict=True)
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from longdraft.draft_models.chain import propose_chain
+from longdraft.draft_models.fused_step import FusedStep
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.tree_steps import LongSpecTreeStep
 from longdraft.draft_models.window_state import WindowState
@@ -45,6 +46,9 @@ class LongSpecDrafter(Drafter):
         self.draft, self.steps, self.max_requests = draft, steps, max_requests
         self.context, self.sinks = context, min(sinks, context)
         self.attention = attention
+        # FlashInfer plans on the host, which does not know what a ring holds.
+        self.ring_attention = None if attention == "flashinfer" else attention
+        self.fused = FusedStep.of(draft)
         self.state = WindowState(draft, max_requests + 1, steps)  # the last ring is for a batch's padding
         self.inputs = LoopInputs(max_requests, context, steps, self.state.k.device, idle_row=max_requests)
         self.plan: AttentionPlan | None = None
@@ -152,7 +156,7 @@ class LongSpecDrafter(Drafter):
 
     def _tree_step(self, size: int, shape: TreeShape) -> LongSpecTreeStep:
         assert self.layers, "bind_cache() first"
-        return longspec_step(self.state, self.inputs, size, self.layers, shape.runs, self.attention)
+        return longspec_step(self.state, self.inputs, size, self.layers, shape.runs, self.attention, self.fused)
 
     def _loop(self, size: int, variant: Any) -> None:
         """All steps of ``size`` chains, from and to :attr:`inputs`."""
@@ -165,19 +169,28 @@ class LongSpecDrafter(Drafter):
             return read_layers(q_BHD, self.layers, plan, self.attention)
 
         row_B, root_B, position_B = given.ids_3B[:, :size]
-        drafted_BK = propose_chain(
+        # An argmax over the draft's own rows of the head is the whole vocabulary's: they stand in the order of their ids.
+        ranked = self.draft.target_ids if variant == GREEDY else None
+
+        def choose(logits_BV: torch.Tensor, at_B: torch.Tensor, step: int) -> torch.Tensor:
+            id_B = given.pick(logits_BV, at_B, variant)
+            return id_B if ranked is None else ranked[id_B]
+
+        # Every drafted token enters the ring, the last one too; refused ones are replaced before anything sees them.
+        given.drafted_BK[:size] = propose_chain(
             self.state,
             row_B,
             root_B,
             position_B,
             self.steps,
             cross_attend,
-            lambda logits, at, step: given.pick(logits, at, variant),
-            newest_BF=newest_rows(self.draft, self.layers, given.pages_BW[:size], given.lens_B[:size], position_B),
+            choose,
+            self.draft.logits if ranked is None else self.draft.draft_logits,
+            newest_rows(self.draft, self.layers, given.pages_BW[:size], given.lens_B[:size], position_B),
+            self.fused,
+            self.ring_attention,
+            keep_last=True,
         )
-        # The others are in the ring since they were read; refused ones are replaced before anything sees them.
-        self.state.store(row_B, drafted_BK[:, -1], position_B + self.steps)
-        given.drafted_BK[:size] = drafted_BK
 
     def _rows_of(self, requests: list[DraftRequest]) -> list[int]:
         present = {r.rid for r in requests}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from longdraft.draft_models.draft_tree import DraftStep, TreeDraft
+from longdraft.draft_models.fused_step import FusedStep
 from longdraft.draft_models.kinds import AnyDraft
 from longdraft.draft_models.tree_steps import LongSpecTreeStep, rows_plan
 from longdraft.draft_models.window_state import WindowState
@@ -131,7 +132,13 @@ def first_trees(tree: Tree, count: int) -> Tree:
 
 
 def longspec_step(
-    state: WindowState, inputs: LoopInputs, size: int, layers: Sequence[Cache], runs: int, attention: str | None
+    state: WindowState,
+    inputs: LoopInputs,
+    size: int,
+    layers: Sequence[Cache],
+    runs: int,
+    attention: str | None,
+    fused: FusedStep | None = None,
 ) -> LongSpecTreeStep:
     """A LongSpec draft over rings and over what it reads of the target's cache.
 
@@ -142,6 +149,7 @@ def longspec_step(
         layers: keys and values of the layers that it reads.
         runs: nodes that the draft runs on.
         attention: backend.
+        fused: the draft's step for serving; None runs the module.
     """
     row_B, _, position_B = inputs.ids_3B[:, :size]
     pages_BW, lens_B = inputs.pages_BW[:size], inputs.lens_B[:size]
@@ -151,7 +159,7 @@ def longspec_step(
         return read_layers(q_BMHD.flatten(0, 1), layers, plan, attention).view_as(q_BMHD)
 
     newest_BF = newest_rows(state.draft, layers, pages_BW, lens_B, position_B)
-    return LongSpecTreeStep(state, row_B, position_B, cross_attend, runs, attention, newest_BF)
+    return LongSpecTreeStep(state, row_B, position_B, cross_attend, runs, attention, newest_BF, fused)
 
 
 class Eagle3Rows:

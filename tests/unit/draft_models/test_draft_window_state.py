@@ -14,11 +14,15 @@ DRAFT = tiny_draft(TARGET, window=WINDOW)
 
 
 def look(state: WindowState, row: int, at: int, token: int = 9) -> torch.Tensor:
-    """What a token at a position sees of its window, through queries that weigh every slot differently."""
+    """What a token at a position sees of its window, through queries that weigh every slot differently; read in both ways."""
     g = torch.Generator().manual_seed(at)
     q = torch.randn(1, 4, 16, generator=g)
     k, v = DRAFT.self_kv(torch.tensor([token]), torch.tensor([at]))
-    return state.attend(torch.tensor([row]), torch.tensor([at]), q, k, v)
+    row_B, at_B = torch.tensor([row]), torch.tensor([at])
+    out = state.attend(row_B, at_B, q, k, v)
+    (window,) = state.windows(row_B, at_B[None])
+    torch.testing.assert_close(state.attend(row_B, at_B, q, k, v, window), out, rtol=1e-5, atol=1e-6)
+    return out
 
 
 def rebuilt(ids: list[int], end: int, draft_window: int = WINDOW) -> WindowState:
@@ -109,6 +113,35 @@ def test_rebuilding_forgets_the_rows_former_request() -> None:
     assert torch.equal(look(state, 0, 0), look(rebuilt([], 0), 0, 0))
 
 
+@settings(max_examples=40, deadline=None)
+@given(window=st.integers(1, 9), ahead=st.integers(1, 5), lengths=st.lists(st.integers(0, 30), min_size=1, max_size=4))
+def test_page_lists_of_a_chain_name_the_slots_that_the_mask_sees(window: int, ahead: int, lengths: list[int]) -> None:
+    """Every step of a chain, requests shorter than the window, rows in any order; slots that hold nothing of the text are NaN."""
+    draft = tiny_draft(TARGET, window=window)
+    state = WindowState(draft, len(lengths) + 1, ahead)
+    row_B = torch.arange(len(lengths)).flip(0)
+    for row, length in zip(row_B.tolist(), lengths, strict=True):
+        state.rebuild(row, list(range(50 + max(length - window, 0), 50 + length)), length)
+    for cache in (state.k, state.v):
+        cache[state.position < 0] = float("nan")
+    at_SB = torch.tensor(lengths) + torch.arange(ahead + 1)[:, None]
+    windows = state.windows(row_B, at_SB)
+    q = torch.randn(len(lengths), 4, 16, generator=torch.Generator().manual_seed(0))
+    for at_B, plan in zip(at_SB, windows, strict=True):
+        k, v = draft.self_kv(at_B + 7, at_B)
+        got = state.attend(row_B, at_B, q, k, v, plan)
+        seen = [set(plan.slots(b, n).tolist()) for b, n in enumerate(plan.lens)]
+        for b, (row, at) in enumerate(zip(row_B.tolist(), at_B.tolist(), strict=True)):
+            held = state.position[row]
+            want = ((held <= at) & (held > at - window)).nonzero().flatten() + row * state.ring
+            assert seen[b] == set(want.tolist()) and len(seen[b]) == plan.lens[b], "each slot once"
+        for cache in (state.k, state.v):
+            cache.nan_to_num_()  # the twin multiplies what it hides by zero
+        torch.testing.assert_close(got, state.attend(row_B, at_B, q, k, v), rtol=1e-5, atol=1e-6)
+        for cache in (state.k, state.v):
+            cache[state.position < 0] = float("nan")
+
+
 def test_rows_are_independent_and_a_batch_equals_its_rows_alone() -> None:
     state = WindowState(DRAFT, 3, AHEAD)
     texts = {0: list(range(12)), 2: list(range(100, 103))}
@@ -129,6 +162,6 @@ def test_rows_are_independent_and_a_batch_equals_its_rows_alone() -> None:
 def test_memory_of_a_row_is_what_is_announced() -> None:
     """The server takes this memory before its cache pool is sized."""
     state = WindowState(DRAFT, 3, AHEAD)
-    held = sum(x.numel() * x.element_size() for x in (state.k, state.v, state.position))
+    held = sum(x.numel() * x.element_size() for x in (state.k, state.v, state.position, state.first))
     assert held == 3 * WindowState.bytes_per_row(DRAFT, AHEAD)
     assert state.ring == WINDOW + AHEAD

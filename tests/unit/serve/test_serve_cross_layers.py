@@ -9,6 +9,7 @@ from serve_fakes import row_params
 from tiny import tiny_draft, tiny_target
 
 from longdraft.draft_models.chain import propose_chain
+from longdraft.draft_models.fused_step import FusedStep
 from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.dense_attention import dense_attention
 from longdraft.serve.drafters.base import DraftRequest
@@ -40,6 +41,13 @@ class Pool:
 
     def get_value_buffer(self, layer: int) -> torch.Tensor:
         return self.buffers[layer][1]
+
+
+@pytest.fixture(autouse=True, params=["module", "fused"])
+def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds for the module and for the step that takes its place on a card, here over its twins."""
+    if request.param == "fused":
+        monkeypatch.setattr(FusedStep, "of", staticmethod(FusedStep))
 
 
 def request(at: int = AT) -> DraftRequest:

@@ -10,6 +10,7 @@ from serve_fakes import SAMPLING, row_params, same_trees
 from tiny import tiny_draft, tiny_target
 
 from longdraft.draft_models.chain import propose_chain
+from longdraft.draft_models.fused_step import FusedStep
 from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.dense_attention import dense_attention
 from longdraft.kernels.tree import Tree
@@ -29,6 +30,13 @@ TEXTS = {rid: torch.randint(0, 256, (LENGTH,), generator=torch.Generator().manua
 PAGES = dict(zip("abcd", torch.randperm(SLOTS * 2).view(4, -1)[:, :LENGTH].int(), strict=True))
 SEEN = {rid: TARGET.capture(ids, torch.arange(LENGTH), [0, LENGTH]) for rid, ids in TEXTS.items()}
 SCALE = 16**-0.5
+
+
+@pytest.fixture(autouse=True, params=["module", "fused"])
+def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds for the module and for the step that takes its place on a card, here over its twins."""
+    if request.param == "fused":
+        monkeypatch.setattr(FusedStep, "of", staticmethod(FusedStep))
 
 
 def make(rows: int = 3, context: int = 64, sinks: int = 4) -> LongSpecDrafter:
@@ -166,6 +174,20 @@ def test_padded_static_buffers_draft_what_the_plain_path_drafts(sampling: dict[s
         batch = [request(rid, 10 + ord(rid) % 7) for rid in ids]
         params = row_params(ids, sampling)
         assert padded.propose(batch, params) == plain.propose(batch, params)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING[:2])
+def test_a_ranked_head_drafts_the_same_through_its_own_rows(sampling: dict[str, Any]) -> None:
+    """Greedy requests are answered from the head's rows, others from the whole vocabulary: ids and ties are the same."""
+    draft = tiny_draft(TARGET, window=WINDOW)
+    draft.narrow_head(torch.randperm(256, generator=torch.Generator().manual_seed(0))[:60])
+    drafter = make()
+    ranked = LongSpecDrafter(draft, 3, STEPS, 64, 4, "torch")
+    ranked.bind_cache(*drafter.layers)
+    batch, params = [request("a", 30), request("b", 3), request("c", 17)], row_params("abc", sampling)
+    got = ranked.propose(batch, params)
+    assert got == ranked.propose(batch, params.choose)
+    assert draft.head_ids is not None and {i for ids in got for i in ids} <= set(draft.head_ids.tolist())
 
 
 def chain_of(tree: Tree) -> list[list[int]]:

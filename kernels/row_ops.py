@@ -1,0 +1,81 @@
+"""What stands between a layer's matrix products, a pass over the rows each: embedding and norm, sum and norm, gated SiLU.
+
+A draft step on a card is a chain of small kernels that wait for one another, so what counts is how many there are. SGLang's library
+has kernels of the last two, but not for float32, none for the first, and none that runs where there is no card.
+
+Legend: T rows, V table rows, E row size, F = half of a gated projection.
+"""
+
+import torch
+from torch.nn import functional as F
+
+
+def _backend(x: torch.Tensor, name: str | None) -> str:
+    return name or ("triton" if x.is_cuda and x.dtype != torch.float64 else "torch")
+
+
+def torch_embed_norm(
+    id_T: torch.Tensor, table_VE: torch.Tensor, weight_E: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The torch twin of :func:`embed_norm`."""
+    h_TE = F.embedding(id_T, table_VE).to(weight_E.dtype)
+    return h_TE, F.rms_norm(h_TE, weight_E.shape, weight_E, eps)
+
+
+def embed_norm(
+    id_T: torch.Tensor, table_VE: torch.Tensor, weight_E: torch.Tensor, eps: float, backend: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of a table, new, and their RMS norm, both ``[T, E]`` in the weight's dtype.
+
+    Args:
+        id_T: int64 rows of the table.
+        table_VE: any float dtype.
+        weight_E: of the norm.
+        eps: of the norm.
+        backend: ``"triton"`` or ``"torch"``; None takes Triton on a GPU (float64: the twin).
+    """
+    if _backend(weight_E, backend) == "torch":
+        return torch_embed_norm(id_T, table_VE, weight_E, eps)
+    from longdraft.kernels.triton_row_ops import triton_embed_norm  # no Triton, no harm
+
+    return triton_embed_norm(id_T, table_VE, weight_E, eps)
+
+
+def torch_add_norm(more_TE: torch.Tensor, h_TE: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+    """The torch twin of :func:`add_norm`."""
+    h_TE += more_TE
+    return F.rms_norm(h_TE, weight_E.shape, weight_E, eps)
+
+
+def add_norm(
+    more_TE: torch.Tensor, h_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, backend: str | None = None
+) -> torch.Tensor:
+    """RMS norm ``[T, E]`` of a residual stream after an addition.
+
+    Args:
+        more_TE: what is added.
+        h_TE: the stream, which is changed, of the same dtype.
+        weight_E: of the norm.
+        eps: of the norm.
+        backend: as in :func:`embed_norm`.
+    """
+    if _backend(h_TE, backend) == "torch":
+        return torch_add_norm(more_TE, h_TE, weight_E, eps)
+    from longdraft.kernels.triton_row_ops import triton_add_norm
+
+    return triton_add_norm(more_TE, h_TE, weight_E, eps)
+
+
+def torch_gated_silu(both_T2F: torch.Tensor) -> torch.Tensor:
+    """The torch twin of :func:`gated_silu`."""
+    gate, up = both_T2F.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def gated_silu(both_T2F: torch.Tensor, backend: str | None = None) -> torch.Tensor:
+    """``silu(gate) * up``, ``[T, F]``, of a packed projection ``[gate, up]``; ``backend`` as in :func:`embed_norm`."""
+    if _backend(both_T2F, backend) == "torch":
+        return torch_gated_silu(both_T2F)
+    from longdraft.kernels.triton_row_ops import triton_gated_silu
+
+    return triton_gated_silu(both_T2F)
