@@ -3,13 +3,14 @@
 Legend: B requests, S steps, H query heads, D head size, V vocabulary, K drafted tokens a request.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from longdraft.draft_models.fused_step import FusedChain, FusedStep
 from longdraft.draft_models.longspec import CrossAttend
 from longdraft.draft_models.window_state import WindowState
+from longdraft.kernels.plan import AttentionPlan
 
 Choose = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]  # logits_BV, position_B, step -> id_B
 Advance = Callable[[torch.Tensor, int], torch.Tensor]  # id_B, step -> hidden_BE
@@ -51,12 +52,19 @@ def propose_chain(
         backend: of the attention over the rings, as :func:`longdraft.kernels.prefix_attention.prefix_attention` takes it.
         keep_last: store the last drafted token too, which no step has read.
     """
-    at_SB = position_B + torch.arange(steps + keep_last, device=position_B.device)[:, None]
+    count = steps + keep_last
+    windows: Sequence[AttentionPlan | None]
     advance: Advance
-    if fused is None:
-        advance = _module_steps(state, row_B, at_SB, cross_attend, newest_BF, backend)
+    if fused is not None:
+        at_SB, plans = state.windows(row_B, position_B, count)
+        advance = chain = FusedChain(fused, state, row_B, at_SB, plans, cross_attend, newest_BF, backend)
     else:
-        advance = chain = FusedChain(fused, state, row_B, at_SB, cross_attend, newest_BF, backend)
+        if position_B.is_cuda:
+            at_SB, windows = state.windows(row_B, position_B, count)
+        else:
+            at_SB = position_B + torch.arange(count, device=position_B.device)[:, None]
+            windows = [None] * count
+        advance = _module_steps(state, row_B, at_SB, windows, cross_attend, newest_BF, backend)
     token_B, drafted = root_B, []
     for step in range(steps):
         hidden_BE = advance(token_B, step)
@@ -73,12 +81,12 @@ def _module_steps(
     state: WindowState,
     row_B: torch.Tensor,
     at_SB: torch.Tensor,
+    windows: Sequence[AttentionPlan | None],
     cross_attend: CrossAttend,
     newest_BF: torch.Tensor | None,
     backend: str | None,
 ) -> Advance:
-    """The draft's own forward, its windows read as suits the device."""
-    windows = state.windows(row_B, at_SB) if at_SB.is_cuda else [None] * len(at_SB)
+    """The draft's own forward."""
 
     def advance(id_B: torch.Tensor, step: int) -> torch.Tensor:
         def self_attend(q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ Legend: B requests, S steps of a chain, T tokens, C columns of the packed projec
 A = D / 2 angles, E hidden size, F features of a cached row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import linear
@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from longdraft.draft_models.longspec import CrossAttend, LongSpecDraft, SelfAttend
 from longdraft.draft_models.packed_weights import packed
 from longdraft.draft_models.window_state import WindowState
+from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import prefix_output
 from longdraft.kernels.prefix_fit import triton_runs
 from longdraft.kernels.rotate import Into, rotate_heads
@@ -131,7 +132,7 @@ class FusedChain:
         fused: the draft's step.
         state: rings that hold every token before the chains' roots.
         row_B: ring row of each request.
-        at_SB: int64 positions of the tokens that the steps read.
+        at_SB, windows: of :meth:`WindowState.windows` for the tokens that the steps read.
         cross_attend: attention of rotated ``[B, H, D]`` queries over each request's target cache.
         newest_BF: of the draft's ``read_newest`` for the newest cached token of each request.
         backend: of the attention over the rings, as :func:`prefix_attention` takes it.
@@ -144,13 +145,14 @@ class FusedChain:
         state: WindowState,
         row_B: torch.Tensor,
         at_SB: torch.Tensor,
+        windows: Sequence[AttentionPlan],
         cross_attend: CrossAttend,
         newest_BF: torch.Tensor | None = None,
         backend: str | None = None,
     ) -> None:
         self.fused, self.cross_attend, self.backend = fused, cross_attend, backend
         self.newest = fused.newest(newest_BF)
-        self.windows, self.slots = state.windows(row_B, at_SB), state.slots
+        self.windows, self.slots = windows, state.slots
         self.cos_SBA, self.sin_SBA = fused.draft.rotary.angles(at_SB)
         state.mark(row_B, at_SB)
 

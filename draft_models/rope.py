@@ -46,7 +46,8 @@ class Rotary(torch.nn.Module):
     def angles(self, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine, float32 ``[..., D / 2]``, of integer positions of any shape, times the rotation's factor."""
         angle = position.to(torch.float32)[..., None] * self.inverse.to(torch.float32)
-        return angle.cos() * self.factor, angle.sin() * self.factor
+        cos, sin = angle.cos(), angle.sin()
+        return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
 
     def forward(self, x_THD: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor:
         """``x`` rotated, same shape and dtype (float64 stays that throughout); ``position_T`` are integers."""

@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import prefix_output
+from longdraft.kernels.ring_windows import ring_windows
 from longdraft.kernels.transfer import to_device
 
 EMPTY = -(1 << 40)
@@ -65,27 +66,25 @@ class WindowState:
         return self.k.flatten(0, 1), self.v.flatten(0, 1)
 
     def held(self, row_B: torch.Tensor, position_B: torch.Tensor, most: int) -> torch.Tensor:
-        """How many of the last ``most`` tokens before a position each row holds, int32; any leading dimensions of positions.
+        """How many of the last ``most`` tokens before a position each row holds, int32.
 
         Right wherever tokens were stored one behind the other since the row was rebuilt, as texts grow: of a text's start, and
         of a row rebuilt from fewer tokens than its window, a row holds less than ``most``.
         """
         return (position_B - self.first[row_B]).clamp(0, most).int()
 
-    def windows(self, row_B: torch.Tensor, at_SB: torch.Tensor) -> list[AttentionPlan]:
-        """The windows of tokens at positions, themselves included, as page lists over :attr:`slots`, one plan a step.
+    def windows(
+        self, row_B: torch.Tensor, position_B: torch.Tensor, steps: int
+    ) -> tuple[torch.Tensor, list[AttentionPlan]]:
+        """Positions ``[S, B]`` of the next ``steps`` tokens of each request, and their windows as page lists over :attr:`slots`.
 
-        A token's own slot is the first of its list.
+        A window holds its own token, whose slot is the first of its list.
         """
-        slot_SBW = (at_SB[..., None] - torch.arange(self.window, device=at_SB.device)) % self.ring
-        pages_SBW = (row_B[:, None] * self.ring + slot_SBW).int()
-        lens_SB = self.held(row_B, at_SB + 1, self.window)
+        at_SB, pages_SBW, lens_SB = ring_windows(row_B, position_B, self.first, steps, self.window, self.ring)
         batch = len(row_B)
-        cu_B1 = torch.arange(batch + 1, dtype=torch.int32, device=at_SB.device)
-        return [
-            AttentionPlan.on_device(pages_BW, lens_B, cu_B1, list(range(batch + 1)))
-            for pages_BW, lens_B in zip(pages_SBW, lens_SB, strict=True)
-        ]
+        cu, cu_B1 = list(range(batch + 1)), torch.arange(batch + 1, dtype=torch.int32, device=at_SB.device)
+        lists = zip(pages_SBW, lens_SB, strict=True)
+        return at_SB, [AttentionPlan.on_device(pages_BW, lens_B, cu_B1, cu) for pages_BW, lens_B in lists]
 
     def mark(self, row_B: torch.Tensor, at_SB: torch.Tensor) -> None:
         """Tokens at these positions are being stored in :attr:`slots`."""

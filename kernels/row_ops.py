@@ -1,9 +1,9 @@
-"""What stands between a layer's matrix products, a pass over the rows each: embedding and norm, sum and norm, gated SiLU.
+"""What stands between a layer's matrix products, a pass over the rows each: embedding and norm, sum and norm, gated SiLU; and a choice.
 
 A draft step on a card is a chain of small kernels that wait for one another, so what counts is how many there are. SGLang's library
 has kernels of the last two, but not for float32, none for the first, and none that runs where there is no card.
 
-Legend: T rows, V table rows, E row size, F = half of a gated projection.
+Legend: T rows, N choices, V table rows, E row size, F = half of a gated projection.
 """
 
 import torch
@@ -79,3 +79,20 @@ def gated_silu(both_T2F: torch.Tensor, backend: str | None = None) -> torch.Tens
     from longdraft.kernels.triton_row_ops import triton_gated_silu
 
     return triton_gated_silu(both_T2F)
+
+
+def torch_best_id(logits_TN: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
+    """The torch twin of :func:`best_id`."""
+    return id_N[logits_TN.argmax(-1)]
+
+
+def best_id(logits_TN: torch.Tensor, id_N: torch.Tensor, backend: str | None = None) -> torch.Tensor:
+    """The id of each row's largest number, int64 ``[T]``; of equal ones the first, of a row of nothing but NaN any.
+
+    For some ten thousand choices: one program reads a row. ``backend`` as in :func:`embed_norm`.
+    """
+    if _backend(logits_TN, backend) == "torch":
+        return torch_best_id(logits_TN, id_N)
+    from longdraft.kernels.triton_row_ops import triton_best_id
+
+    return triton_best_id(logits_TN, id_N)

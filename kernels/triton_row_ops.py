@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 """Row operations in Triton. A norm is one program a row, which holds the whole row.
 
-Legend: T rows, V table rows, E row size (in kernels: rounded up to a power of two), F = half of a gated projection.
+Legend: T rows, N choices, V table rows, E row size (in kernels: rounded up to a power of two), F = half of a gated projection.
 """
 
 import torch
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024  # columns of one program of the gate
+CHOICES = 8192  # that a program looks at in a turn: 16 numbers of each of 512 threads
 
 
 @triton.jit
@@ -56,6 +57,23 @@ def _gated_silu_kernel(both_ptr, out_ptr, both_row, SIZE: tl.constexpr, BLOCK: t
     tl.store(out_ptr + row * SIZE + at, out.to(out_ptr.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def _best_id_kernel(logits_ptr, id_ptr, out_ptr, logits_row, count, CHOICES: tl.constexpr):
+    """Every lane keeps the first of its own largest numbers; then the lanes are compared."""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, CHOICES)
+    top = tl.full([CHOICES], float("-inf"), tl.float32)
+    best = lane
+    for start in range(0, count, CHOICES):
+        at = start + lane
+        x = tl.load(logits_ptr + row * logits_row + at, mask=at < count, other=float("-inf")).to(tl.float32)
+        better = x > top
+        top = tl.where(better, x, top)
+        best = tl.where(better, at, best)
+    first = tl.min(tl.where(top == tl.max(top, 0), best, count - 1), 0)
+    tl.store(out_ptr + row, tl.load(id_ptr + first))
+
+
 def _warps(wide: int) -> int:
     return min(max(wide // 512, 1), 16)
 
@@ -99,3 +117,17 @@ def triton_gated_silu(both_T2F: torch.Tensor) -> torch.Tensor:
             both_T2F, out_TF, both_T2F.stride(0), SIZE=size, BLOCK=BLOCK, num_warps=4
         )
     return out_TF
+
+
+def triton_best_id(logits_TN: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
+    """:func:`longdraft.kernels.row_ops.best_id` in Triton, for numbers no wider than float32."""
+    rows, count = logits_TN.shape
+    assert logits_TN.stride(1) == 1 and logits_TN.dtype != torch.float64
+    assert id_N.dtype == torch.int64 and id_N.is_contiguous() and len(id_N) == count
+    out_T = torch.empty(rows, dtype=torch.int64, device=logits_TN.device)
+    if rows:
+        choices = min(CHOICES, triton.next_power_of_2(count))
+        _best_id_kernel[(rows,)](
+            logits_TN, id_N, out_T, logits_TN.stride(0), count, CHOICES=choices, num_warps=_warps(choices)
+        )
+    return out_T

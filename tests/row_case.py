@@ -2,12 +2,15 @@
 
 import torch
 
+from longdraft.kernels.ring_windows import ring_windows, torch_ring_windows
 from longdraft.kernels.rotate import Into, rotate_heads, torch_rotate_heads
 from longdraft.kernels.row_ops import (
     add_norm,
+    best_id,
     embed_norm,
     gated_silu,
     torch_add_norm,
+    torch_best_id,
     torch_embed_norm,
     torch_gated_silu,
 )
@@ -64,3 +67,25 @@ def check_rows(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     torch.testing.assert_close(one, other, **tolerance(dtype))  # the interpreter cuts bfloat16 off
     both = 4 * normal(rows, 2 * size + 8, dtype=dtype, device=device, seed=5)[:, 8:]
     torch.testing.assert_close(gated_silu(both, "triton"), torch_gated_silu(both), **tolerance(dtype))
+
+
+def check_choices(rows: int, count: int, dtype: torch.dtype, device: str) -> None:
+    """Ties of a few different numbers, the largest anywhere, -inf, a row that is -inf throughout; columns of a wider tensor."""
+    logits = normal(rows, count + 8, dtype=dtype, device=device).mul(2).round()[:, 8:]
+    logits[:, : count // 2] = float("-inf")
+    logits[-1] = float("-inf")
+    ids = (torch.randperm(3 * count, generator=torch.Generator().manual_seed(1))[:count]).to(device)
+    assert torch.equal(best_id(logits, ids, "triton"), torch_best_id(logits, ids))
+    logits[0, count // 3 :: 5] = 100.0
+    logits[0, : count // 3] = float("nan")  # no number is not the largest one
+    assert int(best_id(logits, ids, "triton")[0]) == int(ids[count // 3])
+
+
+def check_windows(window: int, size: int, steps: int, device: str) -> None:
+    """Rings that began at 0, later, and behind the position; columns of a wider tensor, as the server's inputs are."""
+    given = torch.tensor([[3, 0, 2, 1], [1000, 0, 3, 70]], device=device).repeat_interleave(2, 1)
+    row_B, position_B = given[0, ::2], given[1, ::2]
+    first_Q = torch.tensor([0, 68, 1, 990], device=device)
+    args = row_B, position_B, first_Q, steps, window, size
+    for got, want in zip(ring_windows(*args, "triton"), torch_ring_windows(*args), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)

@@ -14,6 +14,7 @@ from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.tree_steps import LongSpecTreeStep
 from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.plan import AttentionPlan
+from longdraft.kernels.row_ops import best_id
 from longdraft.kernels.transfer import to_device
 from longdraft.kernels.tree import Tree
 from longdraft.serve.cache_format import UNSCALED, Scales
@@ -173,8 +174,7 @@ class LongSpecDrafter(Drafter):
         ranked = self.draft.target_ids if variant == GREEDY else None
 
         def choose(logits_BV: torch.Tensor, at_B: torch.Tensor, step: int) -> torch.Tensor:
-            id_B = given.pick(logits_BV, at_B, variant)
-            return id_B if ranked is None else ranked[id_B]
+            return given.pick(logits_BV, at_B, variant) if ranked is None else best_id(logits_BV, ranked)
 
         # Every drafted token enters the ring, the last one too; refused ones are replaced before anything sees them.
         given.drafted_BK[:size] = propose_chain(

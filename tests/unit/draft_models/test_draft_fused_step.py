@@ -5,85 +5,38 @@ from typing import Any
 
 import pytest
 import torch
+from chain_case import LENGTHS, SETTINGS, STEPS, TARGETS, WINDOW, Chains, make
 from tiny import tiny_draft, tiny_target
 
-from longdraft.draft_models.chain import argmax_choice, propose_chain
 from longdraft.draft_models.checkpoint import load_draft, save_draft
 from longdraft.draft_models.fused_step import FusedStep
-from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.packed_weights import packed
-from longdraft.draft_models.window_state import WindowState
-from longdraft.kernels.dense_attention import dense_attention
-
-WINDOW, STEPS, BATCH = 6, 4, 3
-TARGETS = {name: tiny_target(name, num_hidden_layers=4) for name in ("llama", "qwen3")}
-IDS = torch.randint(0, 256, (BATCH, 40), generator=torch.Generator().manual_seed(2))
-LENGTHS = [30, 0, 3]  # one longer than the window, an empty one, one shorter
-SETTINGS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}),
-    ("qwen3", {"qkv_bias": True}),
-    ("llama", {"final_norm": True, "head_tokens": 50}),
-    ("llama", {"cross_layers": [1, 3], "cross_group": 3, "newest_lags": 2}),
-]
-
 
 EXACT = {"rtol": 1e-9, "atol": 1e-10}  # float64: sums in another order and nothing else
-
-
-def make(family: str, settings: dict[str, Any]) -> LongSpecDraft:
-    return tiny_draft(TARGETS[family], window=WINDOW, **settings).double()
-
-
-def chain(
-    draft: LongSpecDraft, fused: FusedStep | None, heard: list[torch.Tensor], keep_last: bool = True
-) -> tuple[torch.Tensor, WindowState]:
-    """A batch's chains over made-up caches, what the head gave at each step, and the rings that they leave."""
-    g, config = torch.Generator().manual_seed(0), draft.config
-    state = WindowState(draft, BATCH + 1, STEPS)
-    rows = torch.tensor([2, 0, 1])
-    for row, ids, length in zip(rows.tolist(), IDS.tolist(), LENGTHS, strict=True):
-        state.rebuild(row, ids[:length], length)
-    heads = len(config.cross_layers) * config.target.num_kv_heads
-    cache = torch.randn(2, BATCH, 20, heads, config.target.head_dim, generator=g, dtype=torch.float64)
-
-    def cross_attend(q: torch.Tensor) -> torch.Tensor:
-        return torch.cat([dense_attention(q[b : b + 1], *cache[:, b], q.shape[-1] ** -0.5)[0] for b in range(BATCH)])
-
-    def choose(logits: torch.Tensor, at: torch.Tensor, step: int) -> torch.Tensor:
-        heard.append(logits)
-        return argmax_choice(logits, at, step)
-
-    at = torch.tensor(LENGTHS)
-    newest = draft.read_newest(cache[0, :, -1], cache[1, :, -1], at - 1)
-    root = IDS[torch.arange(BATCH), at]
-    drafted = propose_chain(
-        state, rows, root, at, STEPS, cross_attend, choose, None, newest, fused, keep_last=keep_last
-    )
-    return drafted, state
 
 
 @pytest.mark.parametrize(("family", "settings"), SETTINGS, ids=str)
 @torch.no_grad()
 def test_a_chain_is_the_modules_chain(family: str, settings: dict[str, Any]) -> None:
     """Logits of every step, tokens, and what the rings hold behind it, the last token included."""
-    draft = make(family, settings)
-    wanted, found = list[torch.Tensor](), list[torch.Tensor]()
-    want, ring = chain(draft, None, wanted)
-    got, other = chain(draft, FusedStep(draft), found)
-    assert torch.equal(got, want)
-    for a, b in zip(found, wanted, strict=True):
+    draft = make(family, settings, torch.float64)
+    want, got = Chains(draft), Chains(draft)
+    assert torch.equal(want.run(None), got.run(FusedStep(draft)))
+    for a, b in zip(got.logits, want.logits, strict=True):
         torch.testing.assert_close(a, b, **EXACT)
-    assert torch.equal(other.position, ring.position)
-    torch.testing.assert_close(other.k, ring.k, **EXACT)
-    torch.testing.assert_close(other.v, ring.v, **EXACT)
-    assert (ring.position == torch.tensor([LENGTHS[1] + STEPS])).any(1)[0], "the last draft is kept"
+    assert torch.equal(got.state.position, want.state.position)
+    torch.testing.assert_close(got.state.k, want.state.k, **EXACT)
+    torch.testing.assert_close(got.state.v, want.state.v, **EXACT)
 
 
-def test_without_keeping_the_last_token_its_slot_stays_as_it_was() -> None:
-    draft = make("llama", {})
+@pytest.mark.parametrize("keep_last", [True, False])
+def test_the_last_token_is_kept_where_that_is_asked_for(keep_last: bool) -> None:
+    draft = make("llama", {}, torch.float64)
     for fused in (None, FusedStep(draft)):
-        _, state = chain(draft, fused, [], keep_last=False)
-        assert state.position.amax(1)[:BATCH].tolist() == [LENGTHS[b] + STEPS - 1 for b in (1, 2, 0)]
+        chains = Chains(draft)
+        chains.run(fused, keep_last)
+        newest = chains.state.position.amax(1)[chains.row_B]
+        assert newest.tolist() == [length + STEPS - (not keep_last) for length in LENGTHS]
 
 
 @pytest.mark.parametrize(("family", "settings"), SETTINGS, ids=str)
@@ -91,7 +44,7 @@ def test_without_keeping_the_last_token_its_slot_stays_as_it_was() -> None:
 @torch.no_grad()
 def test_a_step_takes_any_attention_as_forward_does(family: str, settings: dict[str, Any], lag: int) -> None:
     """Trees bring their own: it gets rotated queries, keys and values."""
-    draft = make(family, settings)
+    draft = make(family, settings, torch.float64)
     fused = FusedStep(draft)
     ids, at = torch.tensor([3, 200, 3, 7]), torch.tensor([0, 12000, 5, 5])
     g, size = torch.Generator().manual_seed(1), draft.config.target.head_dim
@@ -115,15 +68,14 @@ def test_a_step_takes_any_attention_as_forward_does(family: str, settings: dict[
 def test_another_activation_is_the_modules() -> None:
     target = tiny_target("llama", num_hidden_layers=4, hidden_act="gelu")
     draft = tiny_draft(target, window=WINDOW).double()
-    wanted, found = list[torch.Tensor](), list[torch.Tensor]()
-    with torch.no_grad():
-        chain(draft, None, wanted)
-    chain(draft, FusedStep(draft), found)
-    torch.testing.assert_close(torch.stack(found), torch.stack(wanted), **EXACT)
+    draft.bind(target.embedding_VE, target.head_VE)
+    want, got = Chains(draft), Chains(draft)
+    assert torch.equal(want.run(None), got.run(FusedStep(draft)))
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), **EXACT)
 
 
 def test_packed_parameters_are_views_of_one_matrix_and_stay_parameters() -> None:
-    draft = make("qwen3", {"qkv_bias": True})
+    draft = make("qwen3", {"qkv_bias": True}, torch.float32)
     before = {name: p.detach().clone() for name, p in draft.named_parameters()}
     fused = FusedStep(draft)
     assert draft.state_dict().keys() >= before.keys()
@@ -152,7 +104,7 @@ def test_layers_that_only_lie_side_by_side_are_not_taken_for_packed() -> None:
 
 
 def test_a_packed_draft_is_stored_and_loaded_as_any_other(tmp_path: Path) -> None:
-    draft = make("llama", {})
+    draft = make("llama", {}, torch.float32)
     FusedStep(draft)
     save_draft(draft, tmp_path, "tiny")
     loaded = load_draft(tmp_path, TARGETS["llama"].spec)
@@ -161,4 +113,4 @@ def test_a_packed_draft_is_stored_and_loaded_as_any_other(tmp_path: Path) -> Non
 
 
 def test_the_module_serves_where_there_is_no_card() -> None:
-    assert FusedStep.of(make("llama", {})) is None
+    assert FusedStep.of(make("llama", {}, torch.float32)) is None

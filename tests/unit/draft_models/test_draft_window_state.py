@@ -20,7 +20,7 @@ def look(state: WindowState, row: int, at: int, token: int = 9) -> torch.Tensor:
     k, v = DRAFT.self_kv(torch.tensor([token]), torch.tensor([at]))
     row_B, at_B = torch.tensor([row]), torch.tensor([at])
     out = state.attend(row_B, at_B, q, k, v)
-    (window,) = state.windows(row_B, at_B[None])
+    _, (window,) = state.windows(row_B, at_B, 1)
     torch.testing.assert_close(state.attend(row_B, at_B, q, k, v, window), out, rtol=1e-5, atol=1e-6)
     return out
 
@@ -124,8 +124,8 @@ def test_page_lists_of_a_chain_name_the_slots_that_the_mask_sees(window: int, ah
         state.rebuild(row, list(range(50 + max(length - window, 0), 50 + length)), length)
     for cache in (state.k, state.v):
         cache[state.position < 0] = float("nan")
-    at_SB = torch.tensor(lengths) + torch.arange(ahead + 1)[:, None]
-    windows = state.windows(row_B, at_SB)
+    at_SB, windows = state.windows(row_B, torch.tensor(lengths), ahead + 1)
+    assert at_SB.tolist() == [[length + step for length in lengths] for step in range(ahead + 1)]
     q = torch.randn(len(lengths), 4, 16, generator=torch.Generator().manual_seed(0))
     for at_B, plan in zip(at_SB, windows, strict=True):
         k, v = draft.self_kv(at_B + 7, at_B)
