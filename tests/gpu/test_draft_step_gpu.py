@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 from chain_case import SETTINGS, Chains, make
+from prefix_case import make_prefix_case
 from row_case import DTYPES, HEADS, ROWS, check_choices, check_rotation, check_rows, check_windows
 
 from longdraft.draft_models.fused_step import FusedStep
+from longdraft.kernels.prefix_attention import BACKENDS, prefix_attention, prefix_output
 from longdraft.kernels.row_ops import add_norm, torch_add_norm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -44,6 +46,18 @@ def test_the_stream_is_added_to_with_the_twins_rounding() -> None:
     add_norm(more, one, weight[0], 1e-5)
     torch_add_norm(more, other, weight[0], 1e-5)
     assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", ["fa3", "triton"])
+def test_an_output_without_its_log_sum_exp_is_the_same(backend: str) -> None:
+    """One row a request, as a draft's are, and a request that reads nothing."""
+    case = make_prefix_case(
+        [4096, 0, 513, 1], [1, 1, 1, 1], heads=32, kv_heads=8, size=128, dtype=torch.bfloat16, device="cuda"
+    )
+    if reason := BACKENDS[backend].unfit(case.q, case.k, case.plan):
+        pytest.skip(reason)
+    args = case.q, case.k, case.v, case.plan, case.scale, backend
+    assert torch.equal(prefix_output(*args), prefix_attention(*args)[0])
 
 
 @torch.no_grad()

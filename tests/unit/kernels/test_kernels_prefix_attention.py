@@ -178,7 +178,7 @@ def test_fa3_is_called_with_pages_scales_and_its_log_sum_exp_is_turned(
 
     def kernel(*, q: Any, k_cache: Any, v_cache: Any, page_table: Any, cache_seqlens: Any, cu_seqlens_q: Any,
                max_seqlen_q: int, softmax_scale: float, causal: bool, return_softmax_lse: bool) -> Any:  # fmt: skip
-        assert q.dtype == k_cache.dtype and max_seqlen_q == 2 and not causal and return_softmax_lse
+        assert q.dtype == k_cache.dtype and max_seqlen_q == 2 and not causal
         assert k_cache.shape[1:] == (16, 2, 16)
         if cache is not None:
             assert torch.equal(q.float(), case.q.to(FP8).float()), "rounded as SGLang rounds them"
@@ -186,12 +186,14 @@ def test_fa3_is_called_with_pages_scales_and_its_log_sum_exp_is_turned(
         plan = AttentionPlan.build(page_table, cache_seqlens.tolist(), cu_seqlens_q.diff().tolist(), 16)
         k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         out, lse = BACKENDS["torch"].attend(q, k, v, plan, softmax_scale)
-        return out, lse.t().masked_fill(lse.t().isneginf(), math.inf), None
+        return (out, lse.t().masked_fill(lse.t().isneginf(), math.inf), None) if return_softmax_lse else out
 
     stand_in(monkeypatch, "sgl_kernel", flash_attn=None)
     stand_in(monkeypatch, "sgl_kernel.flash_attn", flash_attn_with_kvcache=kernel)
     found = fa3.fa3_prefix_attention(case.q, case.k, case.v, case.plan, case.scale, case.kv_scales)
     case.check(*found, looser=1.0 if cache is None else 5.0)  # float8 queries have four bits
+    alone = fa3.fa3_prefix_output(case.q, case.k, case.v, case.plan, case.scale, case.kv_scales)
+    assert torch.equal(alone, found[0])
 
 
 def test_flashinfer_is_planned_once_a_batch_and_its_log_sum_exp_is_natural(monkeypatch: pytest.MonkeyPatch) -> None:
