@@ -1,19 +1,17 @@
 """Chain drafting: one draft token a step, each from the one before. Shared by the server and the reference decoder.
 
-Legend: B requests, S steps, H query heads, D head size, V vocabulary, K drafted tokens a request.
+Legend: B requests, S positions, H query heads, D head size, E hidden size, V vocabulary, K drafted tokens a request.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from longdraft.draft_models.fused_step import FusedChain, FusedStep
 from longdraft.draft_models.longspec import CrossAttend
 from longdraft.draft_models.window_state import WindowState
-from longdraft.kernels.plan import AttentionPlan
 
 Choose = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]  # logits_BV, position_B, step -> id_B
-Advance = Callable[[torch.Tensor, int], torch.Tensor]  # id_B, step -> hidden_BE
 
 
 def argmax_choice(logits_BV: torch.Tensor, position_B: torch.Tensor, step: int) -> torch.Tensor:
@@ -52,46 +50,42 @@ def propose_chain(
         backend: of the attention over the rings, as :func:`longdraft.kernels.prefix_attention.prefix_attention` takes it.
         keep_last: store the last drafted token too, which no step has read.
     """
-    count = steps + keep_last
-    windows: Sequence[AttentionPlan | None]
-    advance: Advance
-    if fused is not None:
-        at_SB, plans = state.windows(row_B, position_B, count)
-        advance = chain = FusedChain(fused, state, row_B, at_SB, plans, cross_attend, newest_BF, backend)
-    else:
-        if position_B.is_cuda:
-            at_SB, windows = state.windows(row_B, position_B, count)
-        else:
-            at_SB = position_B + torch.arange(count, device=position_B.device)[:, None]
-            windows = [None] * count
-        advance = _module_steps(state, row_B, at_SB, windows, cross_attend, newest_BF, backend)
+    given = row_B, position_B, steps + keep_last, cross_attend, newest_BF, backend
+    chain = ModuleChain(state, *given) if fused is None else FusedChain(fused, state, *given)
     token_B, drafted = root_B, []
     for step in range(steps):
-        hidden_BE = advance(token_B, step)
-        token_B = choose((logits or state.draft.logits)(hidden_BE), at_SB[step], step)
+        hidden_BE = chain(token_B, step)
+        token_B = choose((logits or state.draft.logits)(hidden_BE), chain.at_SB[step], step)
         drafted.append(token_B)
-    if keep_last and fused is None:
-        state.store(row_B, token_B, at_SB[steps])
-    elif keep_last:
+    if keep_last:
         chain.keep(token_B, steps)
     return torch.stack(drafted, 1)
 
 
-def _module_steps(
-    state: WindowState,
-    row_B: torch.Tensor,
-    at_SB: torch.Tensor,
-    windows: Sequence[AttentionPlan | None],
-    cross_attend: CrossAttend,
-    newest_BF: torch.Tensor | None,
-    backend: str | None,
-) -> Advance:
-    """The draft's own forward."""
+class ModuleChain:
+    """The draft's own forward in place of :class:`FusedChain`; on a CPU, windows are read through a mask."""
 
-    def advance(id_B: torch.Tensor, step: int) -> torch.Tensor:
+    def __init__(
+        self,
+        state: WindowState,
+        row_B: torch.Tensor,
+        position_B: torch.Tensor,
+        tokens: int,
+        cross_attend: CrossAttend,
+        newest_BF: torch.Tensor | None,
+        backend: str | None,
+    ) -> None:
+        self.state, self.row_B, self.cross_attend, self.newest_BF = state, row_B, cross_attend, newest_BF
+        self.backend, self.in_place = backend, row_B.is_cuda
+        self.at_SB, self.windows = state.windows(row_B, position_B, tokens)
+
+    def __call__(self, id_B: torch.Tensor, step: int) -> torch.Tensor:
+        at_B, window = self.at_SB[step], self.windows[step] if self.in_place else None
+
         def self_attend(q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> torch.Tensor:
-            return state.attend(row_B, at_SB[step], q_BHD, k_BKD, v_BKD, windows[step], backend)
+            return self.state.attend(self.row_B, at_B, q_BHD, k_BKD, v_BKD, window, self.backend)
 
-        return state.draft(id_B, at_SB[step], self_attend, cross_attend, newest_BF, step + 1)
+        return self.state.draft(id_B, at_B, self_attend, self.cross_attend, self.newest_BF, step + 1)
 
-    return advance
+    def keep(self, id_B: torch.Tensor, step: int) -> None:
+        self.state.store(self.row_B, id_B, self.at_SB[step])

@@ -8,7 +8,7 @@ Legend: B requests, S steps of a chain, T tokens, C columns of the packed projec
 A = D / 2 angles, E hidden size, F features of a cached row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch.nn.functional import linear
@@ -16,7 +16,6 @@ from torch.nn.functional import linear
 from longdraft.draft_models.longspec import CrossAttend, LongSpecDraft, SelfAttend
 from longdraft.draft_models.packed_weights import packed
 from longdraft.draft_models.window_state import WindowState
-from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import prefix_output
 from longdraft.kernels.prefix_fit import triton_runs
 from longdraft.kernels.rotate import Into, rotate_heads
@@ -132,7 +131,8 @@ class FusedChain:
         fused: the draft's step.
         state: rings that hold every token before the chains' roots.
         row_B: ring row of each request.
-        at_SB, windows: of :meth:`WindowState.windows` for the tokens that the steps read.
+        position_B: int64 position of each root.
+        tokens: how many the rings will be given: one a step, and one more where the last drafted one is kept.
         cross_attend: attention of rotated ``[B, H, D]`` queries over each request's target cache.
         newest_BF: of the draft's ``read_newest`` for the newest cached token of each request.
         backend: of the attention over the rings, as :func:`prefix_attention` takes it.
@@ -144,17 +144,18 @@ class FusedChain:
         fused: FusedStep,
         state: WindowState,
         row_B: torch.Tensor,
-        at_SB: torch.Tensor,
-        windows: Sequence[AttentionPlan],
+        position_B: torch.Tensor,
+        tokens: int,
         cross_attend: CrossAttend,
-        newest_BF: torch.Tensor | None = None,
-        backend: str | None = None,
+        newest_BF: torch.Tensor | None,
+        backend: str | None,
     ) -> None:
         self.fused, self.cross_attend, self.backend = fused, cross_attend, backend
         self.newest = fused.newest(newest_BF)
-        self.windows, self.slots = windows, state.slots
-        self.cos_SBA, self.sin_SBA = fused.draft.rotary.angles(at_SB)
-        state.mark(row_B, at_SB)
+        self.at_SB, self.windows = state.windows(row_B, position_B, tokens)
+        self.slots = state.slots
+        self.cos_SBA, self.sin_SBA = fused.draft.rotary.angles(self.at_SB)
+        state.mark(row_B, self.at_SB)
 
     def _into(self, step: int) -> Into:
         return Into(*self.slots, self.windows[step].pages_BW[:, 0])
