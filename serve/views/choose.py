@@ -1,0 +1,87 @@
+"""From scores of blocks to the columns that a KV view holds, on the device.
+
+Legend: B requests, N blocks of columns, K blocks that a list has room for, V columns of it (K times the block).
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from longdraft.kernels.stable_topk import stable_topk
+from longdraft.serve.views.budget import Budget
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+class Chosen(NamedTuple):
+    """KV views: of request b the columns ``column_BV[b, :count_B[b]]``, ascending, and every column from ``start_B[b]`` on.
+
+    Attributes:
+        column_BV: int32; zeros behind the count.
+        count_B: int32, whole blocks.
+        start_B: int64 first column of the window, which grows as columns are added behind it.
+    """
+
+    column_BV: torch.Tensor
+    count_B: torch.Tensor
+    start_B: torch.Tensor
+
+
+def choose_columns(score_BN: torch.Tensor, length_B: torch.Tensor, budget: Budget) -> Chosen:
+    """Sinks, window and the blocks of highest score in between; of equal ones the first. Nothing waits for the device.
+
+    Args:
+        score_BN: of each block of ``budget.block`` columns, float; NaN and -inf rank last. There may be more blocks than a
+            request has columns; what is scored there does not matter. With ``budget.mass`` these are shares of attention or
+            any multiple of them.
+        length_B: int64 columns of each request. Up to ``budget.tokens`` of them are all read: no list, a window from 0 on.
+        budget: what may be read of ``length_B`` columns.
+
+    Returns:
+        Lists of the fixed width ``budget.columns``, whatever the lengths are.
+    """
+    block, device = budget.block, score_BN.device
+    batch, blocks = score_BN.shape
+    start_B = (length_B - budget.recent).clamp(min=0) // block * block
+    start_B = torch.where(length_B <= budget.tokens, 0, start_B)
+    free_B = start_B // block  # blocks before the window
+    room_B = torch.where(start_B > 0, (budget.tokens - (length_B - start_B)) // block, 0)
+
+    block_N = torch.arange(blocks, device=device)
+    free_BN = block_N < free_B[:, None]
+    # Whatever the scores are, sinks come before them and blocks of the window behind.
+    key_BN = score_BN.float().nan_to_num(-LARGEST, LARGEST, -LARGEST)
+    key_BN = torch.where(block_N < budget.sinks // block, float("inf"), key_BN).masked_fill(~free_BN, float("-inf"))
+    width = min(budget.columns // block, blocks)
+    _, index_BK = stable_topk(key_BN, width)
+    rank_K = torch.arange(width, device=device)
+    taken_BK = rank_K < torch.minimum(room_B, free_B)[:, None]
+    if budget.mass is not None:
+        taken_BK &= _needed(score_BN, index_BK, free_BN, length_B, budget)
+
+    # Blocks that are not taken sort behind those that are.
+    chosen_BK = torch.where(taken_BK, index_BK, blocks).sort(-1).values
+    count_B = taken_BK.sum(-1)
+    column_BKC = chosen_BK[..., None] * block + torch.arange(block, device=device)
+    column_BKC = column_BKC.masked_fill((rank_K >= count_B[:, None])[..., None], 0)
+    column_BV = torch.zeros(batch, budget.columns, dtype=torch.int32, device=device)
+    column_BV[:, : width * block] = column_BKC.flatten(1)
+    return Chosen(column_BV, (count_B * block).int(), start_B)
+
+
+def _needed(
+    score_BN: torch.Tensor, index_BK: torch.Tensor, free_BN: torch.Tensor, length_B: torch.Tensor, budget: Budget
+) -> torch.Tensor:
+    """bool ``[B, K]``: ranks without which a view would stay below ``budget.mass``, sinks among them.
+
+    What the window holds counts. Where no block has any mass, nothing is known, and all ranks are needed.
+    """
+    assert budget.mass is not None
+    there_BN = torch.arange(score_BN.shape[1], device=score_BN.device) * budget.block < length_B[:, None]
+    mass_BN = score_BN.double().nan_to_num(0.0, LARGEST, 0.0).clamp(min=0).masked_fill(~there_BN, 0.0)
+    total_B1 = mass_BN.sum(-1, keepdim=True)
+    ranked_BK = mass_BN.gather(1, index_BK)
+    window_B1 = mass_BN.masked_fill(free_BN, 0.0).sum(-1, keepdim=True)
+    before_BK = window_B1 + ranked_BK.cumsum(-1) - ranked_BK
+    sink_K = torch.arange(index_BK.shape[1], device=score_BN.device) < budget.sinks // budget.block
+    return (before_BK < budget.mass * total_B1) | sink_K | (total_B1 == 0)
