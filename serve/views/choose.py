@@ -44,18 +44,18 @@ def choose_columns(score_BN: torch.Tensor, length_B: torch.Tensor, budget: Budge
     batch, blocks = score_BN.shape
     start_B = (length_B - budget.recent).clamp(min=0) // block * block
     start_B = torch.where(length_B <= budget.tokens, 0, start_B)
-    free_B = start_B // block  # blocks before the window
+    # Where a context is longer than the budget there are more blocks before the window than room for them.
     room_B = torch.where(start_B > 0, (budget.tokens - (length_B - start_B)) // block, 0)
 
     block_N = torch.arange(blocks, device=device)
-    free_BN = block_N < free_B[:, None]
+    free_BN = block_N < (start_B // block)[:, None]
     # Whatever the scores are, sinks come before them and blocks of the window behind.
     key_BN = score_BN.float().nan_to_num(-LARGEST, LARGEST, -LARGEST)
     key_BN = torch.where(block_N < budget.sinks // block, float("inf"), key_BN).masked_fill(~free_BN, float("-inf"))
     width = min(budget.columns // block, blocks)
     _, index_BK = stable_topk(key_BN, width)
     rank_K = torch.arange(width, device=device)
-    taken_BK = rank_K < torch.minimum(room_B, free_B)[:, None]
+    taken_BK = rank_K < room_B[:, None]
     if budget.mass is not None:
         taken_BK &= _needed(score_BN, index_BK, free_BN, length_B, budget)
 

@@ -94,6 +94,14 @@ def test_one_block_that_holds_it_all_is_enough() -> None:
     assert columns_of(check(score_BN, [313], Budget(128, 16, 32, mass=1.0)), 0) != columns_of(chosen, 0)
 
 
+def test_a_mass_that_is_reached_exactly_takes_no_block_more() -> None:
+    score_BN = torch.zeros(1, 20)
+    score_BN[0, [5, 7, 9, 11]] = 2.0
+    for mass, held in ((0.25, [5]), (0.5, [5, 7]), (0.75, [5, 7, 9]), (1.0, [5, 7, 9, 11])):
+        chosen = check(score_BN, [320], Budget(160, 0, 32, mass=mass))
+        assert columns_of(chosen, 0)[::16] == [16 * n for n in held]
+
+
 def test_what_the_window_holds_counts_toward_the_mass_and_garbage_behind_the_end_does_not() -> None:
     score_BN = torch.full((1, 30), 1.0)
     score_BN[0, 18:20] = 1000.0  # the window
