@@ -42,7 +42,7 @@ class LongDraftAlgorithm(CustomSpecAlgo):
         steps = shape.depth if shape else server_args.speculative_num_steps or DEFAULT_STEPS
         server_args.speculative_num_steps = steps
         server_args.speculative_eagle_topk = 1
-        server_args.speculative_num_draft_tokens = shape.places if shape else steps + 1
+        server_args.speculative_num_draft_tokens = shape.places if shape else stride(settings, steps)
         reason = without_overlap(server_args, settings)
         if reason and not server_args.disable_overlap_schedule:
             logger.warning("longdraft: the overlap schedule is off, %s", reason)
@@ -62,9 +62,15 @@ class LongDraftAlgorithm(CustomSpecAlgo):
             server_args.max_running_requests = DEFAULT_RUNNING_REQUESTS
 
 
+def stride(settings: ServeSettings, steps: int) -> int:
+    """Most tokens that a step of chains returns: beside views also what may be pending, which a full verification runs over."""
+    chain = 1 if settings.self_draft else steps + 1
+    return chain + settings.pending if settings.viewed else chain
+
+
 def without_overlap(server_args: Any, settings: ServeSettings) -> str | None:
     """Why rounds have to wait for the host; None where they need not (:mod:`longdraft.serve.device_step`)."""
-    if server_args.speculative_draft_model_path is None:
+    if server_args.speculative_draft_model_path is None and not settings.self_draft:
         return "the lookup drafter reads the requests' tokens on the host"
     if server_args.device == "cuda" and settings.attention in ("flashinfer", "torch"):
         return f"attention={settings.attention!r} reads lengths on the host"

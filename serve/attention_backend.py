@@ -16,6 +16,7 @@ from longdraft.kernels.hybrid_attention import hybrid_tree_attention
 from longdraft.serve.cache_format import UNSCALED, Scales
 from longdraft.serve.spec_inputs import VerifyInput
 from longdraft.serve.static_plan import StaticPlan
+from longdraft.serve.views.query_tap import QueryTap
 
 
 class LongDraftAttention(AttentionBackend):
@@ -44,6 +45,7 @@ class LongDraftAttention(AttentionBackend):
         self.table = table
         self.static: StaticPlan | None = None
         self.tree_widths: frozenset[int] = frozenset()  # new tokens of a request where graphs verify trees
+        self.tap = QueryTap((), 0)  # what chooses views wants queries
         self.captured_hidden = CaptureHiddenMode.NULL  # what graphs of verifications keep for a draft
         self.stock = stock
         self.pool = pool
@@ -56,7 +58,7 @@ class LongDraftAttention(AttentionBackend):
     def sibling(self) -> "LongDraftAttention":
         """The same for graphs of another width, with static buffers of its own."""
         made = LongDraftAttention(self.stock, self.pool, self.prefix_backend, self.table, self.scales)
-        made.captured_hidden, made.tree_widths = self.captured_hidden, self.tree_widths
+        made.captured_hidden, made.tree_widths, made.tap = self.captured_hidden, self.tree_widths, self.tap
         return made
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -83,6 +85,11 @@ class LongDraftAttention(AttentionBackend):
             return
         assert self.static is not None and self.table is not None
         given, size = forward_batch.spec_info, forward_batch.batch_size
+        if given.view is not None:
+            self.static.fill_view(given.view[0], given.view[1], size)
+            if in_capture:
+                given.plan = self.static.plan(size)
+            return
         longest = int(forward_batch.seq_lens_cpu.max())
         rows, lens = forward_batch.req_pool_indices, forward_batch.seq_lens
         self.static.fill(self.table, rows, lens, longest, given.bits_TW)
@@ -106,11 +113,13 @@ class LongDraftAttention(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         if not forward_batch.forward_mode.is_target_verify():
+            self.tap.extend(layer.layer_id, q.view(-1, layer.tp_q_head_num, layer.head_dim), forward_batch)
             return self.stock.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         assert isinstance(forward_batch.spec_info, VerifyInput) and save_kv_cache
         q_THD = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         k_TKD = k.view(-1, layer.tp_k_head_num, layer.head_dim)
         v_TKD = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        self.tap.verification(layer.layer_id, q_THD)
         keys, values = self.pool.get_key_buffer(layer.layer_id), self.pool.get_value_buffer(layer.layer_id)
         slots, scales = KVWriteLoc(forward_batch.out_cache_loc), self.scales.get(layer.layer_id)
         if scales is None:

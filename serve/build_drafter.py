@@ -13,6 +13,7 @@ from longdraft.serve.drafters.base import Drafter
 from longdraft.serve.drafters.eagle3 import Eagle3Drafter
 from longdraft.serve.drafters.longspec import LongSpecDrafter
 from longdraft.serve.drafters.lookup import LookupDrafter
+from longdraft.serve.drafters.nothing import NothingDrafter
 from longdraft.serve.settings import ServeSettings
 from longdraft.serve.target_weights import TargetWeights
 from longdraft.serve.tree_shape import CHAIN
@@ -30,6 +31,8 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any, weight
         weights: what the target lends.
     """
     folder = server_args.speculative_draft_model_path
+    if settings.self_draft:
+        return NothingDrafter()
     if folder is None:
         return LookupDrafter(settings.lookup_min_match)
     target = TargetSpec.from_config(runner.model_config.hf_text_config)
@@ -52,7 +55,10 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any, weight
             trained,
         )
     attention = draft_attention(settings)
-    rows, reads = server_args.max_running_requests + 1, (settings.draft_context, settings.draft_sinks)
+    context, ahead = settings.draft_context, 0
+    if settings.viewed:  # it reads the view, and drafts behind what may be refused
+        context, ahead = max(context, settings.view_width(steps + 1)), settings.pending
+    rows, reads = server_args.max_running_requests + 1, (context, settings.draft_sinks)
     if isinstance(draft, Eagle3Draft):
         return Eagle3Drafter(draft, rows, steps, *reads, attention)
     if settings.draft_head_tokens is not None:
@@ -65,7 +71,7 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any, weight
             target.vocab_size,
             100 * counts.coverage(ids),
         )
-    return LongSpecDrafter(draft, rows, steps, *reads, attention)
+    return LongSpecDrafter(draft, rows, steps, *reads, attention, ahead)
 
 
 def draft_attention(settings: ServeSettings) -> str | None:

@@ -131,11 +131,32 @@ def _check_shape(server_args: Any, settings: ServeSettings) -> None:
                     f"--speculative-num-{name} {value} does not fit tree={settings.tree!r}, which has {own}: leave it out"
                 )
         return
+    if settings.viewed:
+        _check_views(server_args, settings)
+        return
     chain = (steps or 4) + 1
     if drafted is not None and drafted != chain:
         raise UserError(
             f"--speculative-num-draft-tokens {drafted} does not fit --speculative-num-steps {chain - 1}: leave it out, a chain has "
             "steps + 1"
+        )
+
+
+def _check_views(server_args: Any, settings: ServeSettings) -> None:
+    """Modes with views draft on the device, and their page lists are made there."""
+    folder = server_args.speculative_draft_model_path
+    if settings.self_draft == (folder is not None):
+        remedy = "leave one of them out" if settings.self_draft else "give one with --draft, or set self_draft"
+        has = "a draft and self_draft" if settings.self_draft else "no draft"
+        raise UserError(f"mode={settings.mode!r} has {has}: {remedy}")
+    if server_args.device == "cuda" and settings.attention in ("flashinfer", "torch"):
+        raise UserError(
+            f"attention={settings.attention!r} plans on the host, which mode={settings.mode!r} does not wait for: use fa3, triton or auto"
+        )
+    if server_args.speculative_num_draft_tokens is not None:
+        raise UserError(
+            f"--speculative-num-draft-tokens {server_args.speculative_num_draft_tokens} does not fit mode={settings.mode!r}, which "
+            "sets it from the steps and pending: leave it out"
         )
 
 

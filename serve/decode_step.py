@@ -53,6 +53,13 @@ class DecodeStep:
     def remember(self, batch: ScheduleBatch, newest_B: torch.Tensor) -> None:
         """The newest token of each request from now on, on the device."""
 
+    def exact_of(self, req: Any) -> int | None:
+        """Leading tokens of a request's cache that are exact, as far as the host knows; None: all that it has returned."""
+        return None
+
+    def prefill_waits(self, waits: bool) -> None:
+        """Whether a prefill waits for the next step to end."""
+
     def needs_host(self, batch: ScheduleBatch) -> bool:
         """Whether a round of the batch has to see on the host everything that its requests have gained so far."""
         return True
@@ -99,7 +106,7 @@ class DecodeStep:
             mode = self.mode_of(req)
             tokens = Tokens(req)
             limit = min(self.stride - 1, room(req) - 1, req.kv_allocated_len - tokens.cached - 1)
-            if mode == "full" and limit > 0 and not req.finished():
+            if mode != "off" and limit > 0 and not req.finished():
                 pages = batch.req_to_token_pool.req_to_token[req.req_pool_idx, : tokens.cached]
                 wanting[index] = DraftRequest(req.rid, tokens, pages, limit)
         if not wanting:
@@ -112,7 +119,7 @@ class DecodeStep:
             logger.exception("longdraft: the drafter failed, its requests go on without drafts for this step")
             self.drafter.clear()
             for req in members:
-                stats.attach(req, "full").failures += 1
+                stats.attach(req, self.settings.mode).failures += 1
             return drafts
         for index, ids in zip(wanting, proposed, strict=True):
             drafts[index] = [min(max(i, 0), self.vocab - 1) for i in ids]

@@ -76,7 +76,7 @@ class DeviceStep(DecodeStep):
     def prefilled(self, batch: ScheduleBatch) -> None:
         for req, end in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True):
             tokens = Tokens(req)
-            if self.mode_of(req) == "full" and end == len(tokens) and room(req) > 1:
+            if self.mode_of(req) != "off" and end == len(tokens) and room(req) > 1:
                 self._follow(req, tokens, end)
 
     def needs_host(self, batch: ScheduleBatch) -> bool:
@@ -88,7 +88,7 @@ class DeviceStep(DecodeStep):
             return
         reqs, drafted_B, more = launched
         if more is not None:
-            self._learn(reqs, more)
+            self._learn(reqs, more, gained)
         for req, drafted, count in zip(reqs, drafted_B.tolist(), gained, strict=True):
             if req.finished() or req.is_retracted:
                 continue
@@ -133,7 +133,7 @@ class DeviceStep(DecodeStep):
             more = (more[0], more[1].to("cpu", non_blocking=True))
         self.launched.append((roster.reqs, drafted_B.to("cpu", non_blocking=True), more))
 
-    def _learn(self, reqs: list[Any], more: Any) -> None:
+    def _learn(self, reqs: list[Any], more: Any, gained: list[int]) -> None:
         """What a kind of rounds learns from one when its tokens are there."""
 
     def _roster(self, batch: ScheduleBatch) -> Roster:
@@ -144,7 +144,7 @@ class DeviceStep(DecodeStep):
         return self.roster
 
     def _known(self, req: Any, mode: str) -> bool:
-        return mode != "full" or self.drafter.follows(req.rid)
+        return mode == "off" or self.drafter.follows(req.rid)
 
     def _follow(self, req: Any, tokens: Tokens, end: int) -> None:
         try:
@@ -160,7 +160,7 @@ class DeviceStep(DecodeStep):
 
     def _draft(self, roster: Roster, running: Running) -> Drafts:
         """Drafts of every request; none where nobody drafts or drafting fails."""
-        if "full" not in roster.modes:
+        if not roster.drafting:
             return self._no_drafts(len(roster.reqs), running)
         try:
             id_BK = self.drafter.propose_running(running, roster.params)
@@ -173,7 +173,7 @@ class DeviceStep(DecodeStep):
         logger.exception("longdraft: the drafter failed, its requests go on without drafts for this step")
         self.drafter.clear()
         for req, mode in zip(roster.reqs, roster.modes, strict=True):
-            stats.attach(req, mode).failures += mode == "full"
+            stats.attach(req, mode).failures += mode != "off"
 
     def _no_drafts(self, count: int, running: Running, together: int | None = None) -> Drafts:
         """Nothing drafted for ``count`` requests, as wide as the graphs of ``together`` want it (None: of all)."""

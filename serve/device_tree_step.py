@@ -55,7 +55,7 @@ class DeviceTreeStep(DeviceStep, TreeStep):
             self._keep_running(running, tree, seen, gained)
             return self._returned(batch, running, gained, Verified(seen.choice_BT.flatten(), seen.logits_NV, []))
 
-    def _learn(self, reqs: list[Any], more: Any) -> None:
+    def _learn(self, reqs: list[Any], more: Any, gained: list[int]) -> None:
         shape, facts_2B = more
         limits, kept = facts_2B.tolist()
         there = [not (req.finished() or req.is_retracted) for req in reqs]
@@ -63,7 +63,7 @@ class DeviceTreeStep(DeviceStep, TreeStep):
         if self.choice.open:
             for req in (req for req, here in zip(reqs, there, strict=True) if here):
                 counters = stats.attach(req, self.settings.mode)
-                counters.shapes[shape.name] += counters.mode == "full"
+                counters.shapes[shape.name] += counters.mode != "off"
 
     def _depths(self, roster: Roster, running: Running, shape: TreeShape) -> torch.Tensor:
         """How deep each request's drafts are of use, int64 ``[B]``; 0 where there is no slot for every place."""
@@ -71,7 +71,7 @@ class DeviceTreeStep(DeviceStep, TreeStep):
         return (roster.end_B - 2 - running.length_B).clamp(0, shape.depth) * roster.drafts_B * fits_B
 
     def _grow_running(self, roster: Roster, running: Running, shape: TreeShape, limit_B: torch.Tensor) -> Tree | None:
-        if "full" not in roster.modes or not shape.depth:
+        if not roster.drafting or not shape.depth:
             return None
         try:
             return self.drafter.propose_trees_running(running, limit_B, roster.params, shape)

@@ -17,6 +17,10 @@ from longdraft.serve.spec_inputs import VerifyInput
 from longdraft.serve.step_clock import OFF, StepClock
 from longdraft.serve.verify import Verified
 
+View = tuple[
+    torch.Tensor, torch.Tensor
+]  # int32 page list [B, W + T], the new tokens' slots behind what is read, and its length
+
 
 def verify_running(
     target_worker: Any,
@@ -29,6 +33,7 @@ def verify_running(
     observer: Observer,
     in_graph: bool,
     clock: StepClock = OFF,
+    view: View | None = None,
 ) -> Verified:
     """The twin of :func:`longdraft.serve.verify.verify` with every chain padded to T, whose host work waits for nothing.
 
@@ -45,6 +50,7 @@ def verify_running(
         observer: is shown what the target computes.
         in_graph: whether SGLang replays a graph of T tokens a request, which brings its own plan.
         clock: times the phases.
+        view: what each request reads of its cache; None: all of it.
 
     Returns:
         The choice and the logits behind every place of every chain, padding included.
@@ -56,7 +62,8 @@ def verify_running(
         id_BT = torch.cat([running.newest_B[:, None], draft_BK], 1).gather(1, at_BT)
         position_BT = running.length_B[:, None] + at_BT
         slot_BT = running.table_RW[running.row_B[:, None], position_BT].long() * (offset_T <= limit_B[:, None])
-        forward = forward_of(batch, reqs, running, (id_BT, position_BT, slot_BT), observer, in_graph)
+        new = id_BT, position_BT, slot_BT
+        forward = forward_of(batch, reqs, running, new, observer, in_graph, view=view)
         result = target_worker.forward_batch_generation(batch=None, forward_batch=forward, is_verify=True)
         owner_T = torch.arange(count, device=draft_BK.device).repeat_interleave(width, output_size=count * width)
         observer.verified(forward, running.table_RW, owner_T, result.logits_output)
@@ -73,6 +80,7 @@ def forward_of(
     observer: Observer,
     in_graph: bool,
     bits_TW: torch.Tensor | None = None,
+    view: View | None = None,
 ) -> ForwardBatch:
     """SGLang's forward of a verification.
 
@@ -80,11 +88,12 @@ def forward_of(
         batch, reqs, running, observer, in_graph: as in :func:`verify_running`.
         new: int64 ids, positions and cache slots of the new tokens, ``[B, T]`` each.
         bits_TW: which of them each one of a tree reads; None for chains.
+        view: as in :func:`verify_running`.
     """
     id_BT, position_BT, slot_BT = new
     count, width = id_BT.shape
     reserved = [min(r.kv_allocated_len, running.table_RW.shape[1]) for r in reqs]  # no less than what is cached
-    plan = None if in_graph else running.plan(max(reserved), width)
+    plan = None if in_graph else running.plan(max(reserved), width) if view is None else running.view_plan(view, width)
     return ForwardBatch(
         forward_mode=ForwardMode.TARGET_VERIFY,
         batch_size=count,
@@ -97,7 +106,7 @@ def forward_of(
         out_cache_loc=slot_BT.flatten(),
         positions=position_BT.flatten(),
         spec_algorithm=batch.spec_algorithm,
-        spec_info=VerifyInput(plan, observer.capture, bits_TW),
+        spec_info=VerifyInput(plan, observer.capture, bits_TW, view),
         capture_hidden_mode=observer.capture,
         sampling_info=batch.sampling_info,
         rids=[r.rid for r in reqs],

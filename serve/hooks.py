@@ -147,7 +147,13 @@ def mask_on_cpu(original: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def waits_for_host(original: Any, self: Any, batch: Any) -> bool:
-    """SGLang finishes the round before first where a grammar needs its tokens; here other things need them too."""
+    """SGLang finishes the round before first where a grammar needs its tokens; here other things need them too.
+
+    It asks before every batch, which is where we see whether a prefill waits.
+    """
+    tell = getattr(self.model_worker, "prefill_waits", None)
+    if tell is not None:
+        tell(bool(self.waiting_queue))
     if original(self, batch):
         return True
     asks = getattr(self.model_worker, "needs_host", None)

@@ -6,7 +6,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from longdraft.errors import UserError
-from longdraft.serve.settings import request_settings
+from longdraft.serve.settings import VIEWED, read_environment, request_settings
 
 INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "sampling_seed")
 
@@ -21,7 +21,12 @@ def check_sampling_params(params: Any, vocab: int) -> None:
     Raises:
         UserError: ``custom_params``, an integer, a stop token or a logit bias that is none, with its name.
     """
-    request_settings(params.custom_params)
+    mode = request_settings(params.custom_params).mode
+    if mode in VIEWED and not read_environment().viewed:
+        raise UserError(
+            f"custom_params.longdraft.mode={mode!r} needs a server that keeps views: start it with --mode exact or --mode partial, or "
+            "ask for full"
+        )
     for name in INTEGERS:
         value = getattr(params, name)
         if value is not None and not _is_integer(value):

@@ -56,7 +56,7 @@ class Roster:
             to_device(
                 [len(r.origin_input_ids) + int(r.sampling_params.max_new_tokens) for r in reqs], torch.int64, device
             ),
-            to_device([mode == "full" for mode in modes], torch.bool, device),
+            to_device([mode != "off" for mode in modes], torch.bool, device),
             to_device([s + [NO_TOKEN] * (most - len(s)) for s in stops], torch.int64, device).view(len(reqs), most),
             RowParams.build(reqs, [1] * len(reqs), device),
         )
@@ -71,6 +71,11 @@ class Roster:
         offset_N = torch.arange(run_BN.shape[1], device=run_BN.device)
         ends_BN = (run_BN[:, :, None] == self.stop_BS[:, None]).any(-1)
         return torch.minimum(kept_B, offset_N.where(ends_BN, run_BN.shape[1]).amin(1)) + 1
+
+    @property
+    def drafting(self) -> bool:
+        """Whether one of them drafts."""
+        return any(mode != "off" for mode in self.modes)
 
     def of(self, reqs: list[Any]) -> bool:
         """Whether these are the requests."""

@@ -9,11 +9,14 @@ from pydantic import Field, field_validator, model_validator
 from longdraft.errors import UserError, shown
 from longdraft.schema import Settings, nearest, validate
 from longdraft.serve.tree_shape import AUTO, CHAIN, HELP, parse_tree
+from longdraft.serve.views.budget import Budget
+from longdraft.serve.views.selectors import make_selector
 
 ENVIRONMENT = "LONGDRAFT_SETTINGS"
 REQUEST_KEY = "longdraft"
 
-Mode = Literal["off", "full"]
+Mode = Literal["off", "full", "exact", "partial"]
+VIEWED: frozenset[str] = frozenset({"exact", "partial"})  # modes that verify on a view of the cache
 
 
 class ServeSettings(Settings):
@@ -21,7 +24,64 @@ class ServeSettings(Settings):
 
     mode: Mode = Field(
         "full",
-        description="default mode of a request: off proposes nothing, full verifies every token on the whole cache",
+        description="default mode of a request: off proposes nothing; full verifies every token on the whole cache; exact verifies "
+        "on a view of it and returns what a full verification confirmed (identical output); partial returns what the view "
+        "verified (approximate output)",
+    )
+    view_selector: str = Field(
+        "mass",
+        description="modes exact and partial: what chooses the blocks of a view: mass, quest, specpv, snapkv, streaming "
+        "(worst, for tests)",
+    )
+    view_tokens: int = Field(4096, ge=64, description="cached tokens of a view, sinks and recent ones in")
+    view_sinks: int = Field(32, ge=0, description="leading tokens among them")
+    view_recent: int = Field(128, ge=16, description="most recent tokens among them")
+    view_mass: float | None = Field(
+        None, gt=0, lt=1, description="take no more blocks than hold this share of the attention; None: as many as fit"
+    )
+    view_every: int = Field(
+        1, ge=1, description="full verifications of a request from one choice of its view to the next"
+    )
+    view_reduction: Literal["mean", "max", "last"] = Field(
+        "mean", description="how the query rows that choose a view are put together (selectors with bounds)"
+    )
+    pending: int = Field(
+        20,
+        ge=2,
+        le=120,
+        description="tokens at most that a request gains on its view from one full verification to the next",
+    )
+    rounds: int | None = Field(
+        None,
+        ge=0,
+        description="mode exact: partial rounds of every cycle; None chooses them by what is confirmed and what they cost",
+    )
+    confirm_floor: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="mode exact: a request of whose tokens a smaller share is confirmed verifies on the whole cache for a while",
+    )
+    max_cycle_ms: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="mode exact: longest cycle, as far as partial rounds can be left out",
+    )
+    refresh_every: int | None = Field(
+        None,
+        ge=1,
+        description="mode partial: tokens from one full verification to the next at most; None: as many as may be pending",
+    )
+    refresh_margin: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="mode partial: verify fully after a token whose logit was less than this ahead of the next best",
+    )
+    self_draft: bool = Field(
+        False,
+        description="the target drafts for itself on the view, one token a partial round: needs no draft, and mode exact",
     )
     draft_context: int = Field(
         4096,
@@ -58,6 +118,13 @@ class ServeSettings(Settings):
         allow_inf_nan=False,
         description="benchmarks only: force this mean accept length (bonus in); the text is wrong",
     )
+    simulate_confirmed_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="benchmarks only, beside simulate_accept_length: chance of each token of a partial round to be confirmed; the "
+        "text is wrong",
+    )
     step_times: str | None = Field(
         None, description="file to which one line of phase times is added every decode step; None measures nothing"
     )
@@ -88,6 +155,42 @@ class ServeSettings(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _views_fit(self) -> "ServeSettings":
+        if self.mode in VIEWED:
+            try:
+                make_selector(self.view_selector, self.view_reduction).check(self.budget())
+            except UserError as error:
+                raise ValueError(str(error)) from None
+            if self.tree != CHAIN:
+                raise ValueError(
+                    f"tree={shown(self.tree)} with mode={self.mode!r}, which drafts chains: leave the tree out"
+                )
+        if self.self_draft and self.mode != "exact":
+            raise ValueError(f"self_draft with mode={self.mode!r}: set mode to exact, or leave self_draft out")
+        return self
+
+    def budget(self) -> Budget:
+        """What a view may hold.
+
+        Raises:
+            UserError: more sinks and recent tokens than tokens.
+        """
+        return Budget(self.view_tokens, self.view_sinks, self.view_recent, mass=self.view_mass)
+
+    def view_width(self, chain: int) -> int:
+        """Cached tokens at most that a partial verification reads: a view, and what is gained until the next one is chosen.
+
+        Args:
+            chain: tokens at most that a round gains.
+        """
+        return self.view_tokens + (self.view_every + 1) * (self.pending + chain)
+
+    @property
+    def viewed(self) -> bool:
+        """Whether the server keeps views, so that its requests may ask for the modes that need them."""
+        return self.mode in VIEWED
+
     @field_validator("tree", mode="before")
     @classmethod
     def _one_width_is_a_shape(cls, value: Any) -> Any:
@@ -117,7 +220,10 @@ class ServeSettings(Settings):
 class RequestSettings(Settings):
     """What a request may set under ``custom_params.longdraft``."""
 
-    mode: Mode | None = Field(None, description="off or full; None takes the server's default")
+    mode: Mode | None = Field(
+        None,
+        description="off or full; beside a server whose own mode is one of them also exact or partial; None takes the server's",
+    )
 
 
 def write_environment(settings: ServeSettings) -> None:

@@ -7,6 +7,7 @@ Our own setting draws independently for each request and position. ``SGLANG_SIMU
 import random
 from functools import cache
 
+import torch
 from sglang.srt.environ import envs
 from sglang.srt.speculative.spec_utils import _sample_simulated_acc_len
 
@@ -35,6 +36,20 @@ def forced_acceptance(drafted: list[int], length: float) -> list[int]:
             count += 1
         kept.append(count)
     return kept
+
+
+def forced_confirmations(gained_B: torch.Tensor, share: float | None) -> torch.Tensor:
+    """How many of the tokens that each request gained on a view are confirmed: drawn for each request and position by itself.
+
+    Args:
+        gained_B: int64 tokens.
+        share: chance of a token to be confirmed where all before it were; None: all are.
+    """
+    most = 128
+    if share is None:
+        return gained_B
+    hit_BN = torch.rand(len(gained_B), most, device=gained_B.device) < share
+    return torch.minimum(hit_BN.long().cumprod(1).sum(1), gained_B)
 
 
 def simulated(setting: float | None) -> bool:

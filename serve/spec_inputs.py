@@ -80,7 +80,9 @@ def _allocated(batch: ScheduleBatch, spans: list[tuple[int, int]], needed: int) 
 class VerifyInput(SpecInput):
     """Into one verification: what each request's new tokens read, and what the forward keeps of the hidden layers.
 
-    Bits say which of its request's new tokens each one of a tree reads; None for chains. No plan where SGLang captures a graph or replays one: the attention backend's static plan takes its place.
+    Bits say which of its request's new tokens each one of a tree reads; None for chains. No plan where SGLang captures a graph or
+    replays one: the attention backend's static plan takes its place. There a view (page list and lengths) takes the place of the
+    page table.
     """
 
     def __init__(
@@ -88,9 +90,11 @@ class VerifyInput(SpecInput):
         plan: AttentionPlan | None,
         capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
         bits_TW: torch.Tensor | None = None,
+        view: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         super().__init__(SpecInputType.EAGLE_VERIFY)
         self.plan = plan
+        self.view = view
         self.bits_TW = bits_TW
         self.capture_hidden_mode = capture_hidden_mode
 

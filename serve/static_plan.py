@@ -59,6 +59,21 @@ class StaticPlan:
         self.bits_TW[: len(given_TW)] = given_TW
         self.bits_TW[len(given_TW) : size * self.width] = 0  # the padding reads nothing
 
+    def fill_view(self, pages_BW: torch.Tensor, lens_B: torch.Tensor, size: int) -> None:
+        """Page lists of chains that read a part of their cache; behind them is padding, which reads slot 0.
+
+        Args:
+            pages_BW: int32 slots, those of the new tokens behind what is read.
+            lens_B: int32 slots that each reads.
+            size: batch size with padding.
+        """
+        assert self.bits_TW is None, "trees read the whole cache"
+        batch, used = pages_BW.shape[0], min(pages_BW.shape[1], self.pages_BW.shape[1])
+        self.pages_BW[:batch, :used] = pages_BW[:, :used]
+        self.pages_BW[batch:size, :used] = 0
+        self.lens_B[:batch] = lens_B
+        self.lens_B[batch:size] = 1
+
     def plan(self, size: int) -> AttentionPlan:
         """The plan of a batch of ``size``, over views of the buffers."""
         cu = list(range(0, (size + 1) * self.width, self.width))

@@ -5,8 +5,45 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longdraft.draft_models.acceptance import AcceptStats
+from longdraft.serve.settings import VIEWED
+from longdraft.serve.views.cycle_plan import Ledger
 
 KEY = "longdraft"
+
+
+@dataclass
+class CycleStats:
+    """Of modes ``exact`` and ``partial``: partial and full verifications, tokens gained on a view before a full verification
+    and how many it confirmed, full verifications that refused one, and how often a request fell back to its whole cache
+    because few were confirmed.
+    """
+
+    partial: int = 0
+    full: int = 0
+    proposed: int = 0
+    confirmed: int = 0
+    refused: int = 0
+    fallbacks: int = 0
+
+    def add(self, rounds: int, full: bool, proposed: int, confirmed: int, fell: bool) -> None:
+        """One cycle: its partial rounds, and whether its last verification was a full one."""
+        self.partial += rounds + (not full)
+        self.full += full
+        self.proposed += proposed
+        self.confirmed += confirmed
+        self.refused += confirmed < proposed
+        self.fallbacks += fell
+
+    def summary(self) -> dict[str, Any]:
+        """What the response's ``meta_info`` carries."""
+        return {
+            "partial_verifications": self.partial,
+            "full_verifications": self.full,
+            "gained_on_view": self.proposed,
+            "confirmed": self.confirmed,
+            "cycles_refused": self.refused,
+            "view_fallbacks": self.fallbacks,
+        }
 
 
 @dataclass
@@ -20,12 +57,16 @@ class RequestStats:
     rounds: int = 0
     failures: int = 0
     shapes: Counter[str] = field(default_factory=Counter)
+    cycles: CycleStats = field(default_factory=CycleStats)
+    ledger: Ledger | None = None
+    verified_since_choice: int = 0
 
     def summary(self) -> dict[str, Any]:
         """What the response's ``meta_info`` carries."""
         chosen = {"shapes": dict(self.shapes)} if self.shapes.total() else {}
         return {
             **chosen,
+            **(self.cycles.summary() if self.mode in VIEWED else {}),
             "mode": self.mode,
             "rounds": self.rounds,
             "target_verifications": self.accept.verifications,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-PHASES = ("draft", "verify", "sampling", "keep")
+PHASES = ("draft", "partial", "verify", "sampling", "select", "keep")
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -28,6 +28,16 @@ class StepClock:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Around one of :data:`PHASES` within a step; a phase that comes twice is counted together."""
         return _NOTHING
+
+
+class Renamed(StepClock):
+    """Another clock, to which one phase has another name."""
+
+    def __init__(self, clock: StepClock, old: str, new: str) -> None:
+        self.clock, self.old, self.new = clock, old, new
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self.clock.phase(self.new if name == self.old else name)
 
 
 class RunningClock(StepClock):

@@ -42,7 +42,7 @@ class TreeStep(DecodeStep):
         limits = self._limits(batch, shape)
         if self.choice.open:
             for counters in (stats.attach(req, self.settings.mode) for req in batch.reqs):
-                counters.shapes[shape.name] += counters.mode == "full"
+                counters.shapes[shape.name] += counters.mode != "off"
         params = RowParams.build(batch.reqs, [1] * len(limits), batch.seq_lens.device)
         with self.clock.phase("draft"):
             tree = self._grow(batch, shape, limits, params)
@@ -66,7 +66,7 @@ class TreeStep(DecodeStep):
         for req in batch.reqs:
             cached = Tokens(req).cached
             fits = req.kv_allocated_len - cached >= shape.places and cached > 0
-            drafting = self.mode_of(req) == "full" and fits and not req.finished()
+            drafting = self.mode_of(req) != "off" and fits and not req.finished()
             limits.append(max(0, min(shape.depth, room(req) - 1)) if drafting else 0)
         return limits
 
@@ -81,7 +81,7 @@ class TreeStep(DecodeStep):
             self.drafter.clear()
             for req, limit in zip(batch.reqs, limits, strict=True):
                 if limit:
-                    stats.attach(req, "full").failures += 1
+                    stats.attach(req, self.settings.mode).failures += 1
             return None
 
     def grown(self, batch: ScheduleBatch, shape: TreeShape, limits: list[int], params: RowParams) -> Tree:

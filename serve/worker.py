@@ -29,6 +29,8 @@ from longdraft.serve.target_layers import check_layers
 from longdraft.serve.target_weights import TargetWeights
 from longdraft.serve.tree_shape import candidates
 from longdraft.serve.tree_step import TreeStep
+from longdraft.serve.view_step import ViewStep
+from longdraft.serve.views.setup import keep_views
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,10 @@ class LongDraftWorker(BaseSpecWorker):
         stride = server_args.speculative_num_draft_tokens
         self.shapes = candidates(settings.tree, server_args.speculative_num_steps)
         self.most, self.costs = server_args.max_running_requests, settings.tree_costs
-        self.step = make_step(self.shapes, target_worker, self.drafter, self.observer, settings, stride)
+        self.settings = settings
+        self.step = make_step(
+            *(self.shapes, target_worker, self.drafter, self.observer, settings, stride), viewed=settings.viewed
+        )
         if simulated(settings.simulate_accept_length):
             logger.warning("longdraft: acceptance is simulated, the text is wrong: for benchmarks only")
 
@@ -85,6 +90,8 @@ class LongDraftWorker(BaseSpecWorker):
         runner.attn_backend.captured_hidden = self.observer.capture
         runner.attn_backend.tree_widths = frozenset(shape.places for shape in self.shapes if not shape.chain)
         self.drafter.bind_pool(runner.token_to_kv_pool, self.scales)
+        if isinstance(self.step, ViewStep):
+            keep_views(self.step, self.settings, runner, self.drafter, self.most, self.scales)
 
     def init_cuda_graphs(self) -> None:
         """The draft's, at the sizes at which SGLang has just captured the target's verification; beside trees those of a round
@@ -93,7 +100,10 @@ class LongDraftWorker(BaseSpecWorker):
         made = self.runner.decode_cuda_graph_runner
         if made is not None and hasattr(made, "capture_bs"):
             self.step.graphs = graphs = TargetGraphs(self.runner, made)
-            for width in sorted({1, *(shape.places for shape in self.shapes)} if self.shapes else ()):
+            widths = {1, *(shape.places for shape in self.shapes)} if self.shapes else set()
+            if isinstance(self.step, ViewStep):
+                widths.add(self.step.chain)
+            for width in sorted(widths):
                 graphs.add(width)
             self.drafter.use_graphs(made.capture_bs, [shape for shape in self.shapes if shape.depth])
             if isinstance(self.step, TreeStep):
@@ -140,6 +150,9 @@ class LongDraftWorker(BaseSpecWorker):
 
     def prepare_for_kv_cache_release(self, req: Any) -> None:
         self.drafter.forget(req.rid)
+        exact = self.step.exact_of(req)
+        if exact is not None:  # what a view computed is approximate: no other request may find it
+            req.kv_committed_len = max(req.cache_protected_len, min(req.kv_committed_len, exact))
         if gave_up(
             req
         ):  # its newest token's keys and values may never have been written: no other request may find them
@@ -152,6 +165,10 @@ class LongDraftWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         return result
+
+    def prefill_waits(self, waits: bool) -> None:
+        """Whether a prefill waits for the running batch to end its step; asked before every batch."""
+        self.step.prefill_waits(waits)
 
     def needs_host(self, batch: ScheduleBatch) -> bool:
         """Whether a round of the batch has to wait for the one before to be processed; asked under the overlap schedule."""

@@ -59,6 +59,8 @@ class Drafter(ABC):
     observed_layers: tuple[int, ...] | None = None
     # Bytes that the drafter keeps beside every cache slot.
     bytes_per_slot: int = 0
+    # Bytes that one step of a chain reads, apart from caches.
+    bytes_per_step: int = 0
     # Whether it can draft for a batch that the device alone knows: :meth:`follow`, :meth:`follows`, :meth:`propose_running`.
     on_device: bool = False
 

@@ -57,6 +57,7 @@ class Eagle3Drafter(Drafter):
         self.row_shape = (config.num_kv_heads, config.head_dim)
         per_slot = 2 * config.num_kv_heads * config.head_dim + config.target.hidden_size
         self.bytes_per_slot = per_slot * draft.dtype.itemsize
+        self.bytes_per_step = sum(p.nbytes for p in draft.parameters())
         self.host_lens: list[int] | None = None
         self.bound = False
 

@@ -42,16 +42,35 @@ class LongSpecDrafter(Drafter):
     on_device = True
 
     def __init__(
-        self, draft: LongSpecDraft, max_requests: int, steps: int, context: int, sinks: int, attention: str | None
+        self,
+        draft: LongSpecDraft,
+        max_requests: int,
+        steps: int,
+        context: int,
+        sinks: int,
+        attention: str | None,
+        ahead: int = 0,
     ) -> None:
+        """Take the draft.
+
+        Args:
+            draft: bound to its target.
+            max_requests: at once.
+            steps: of a chain.
+            context: cached tokens that the draft reads at most.
+            sinks: leading tokens among them.
+            attention: backend.
+            ahead: tokens that may be drafted behind the last one that is certain, beside the chain.
+        """
         self.draft, self.steps, self.max_requests = draft, steps, max_requests
         self.context, self.sinks = context, min(sinks, context)
         self.attention = attention
         # FlashInfer plans on the host, which does not know what a ring holds.
         self.ring_attention = None if attention == "flashinfer" else attention
         self.fused = FusedStep.of(draft)
-        self.state = WindowState(draft, max_requests + 1, steps)  # the last ring is for a batch's padding
+        self.state = WindowState(draft, max_requests + 1, ahead + steps)  # the last ring is for a batch's padding
         self.inputs = LoopInputs(max_requests, context, steps, self.state.k.device, idle_row=max_requests)
+        self.bytes_per_step = sum(p.nbytes for p in draft.parameters()) + draft.drafting_head_NE.nbytes
         self.plan: AttentionPlan | None = None
         self.layers: list[Cache] = []  # those that the draft reads
         self.rows: dict[str, int] = {}
@@ -116,7 +135,7 @@ class LongSpecDrafter(Drafter):
 
     def propose_running(self, running: Running, pick: Pick) -> torch.Tensor:
         assert self.layers, "bind_cache() first"
-        row_B, view = self._rows_running(running), running.view(0, self.sinks, self.context - self.sinks)
+        row_B, view = self._rows_running(running), running.read(self.sinks, self.context - self.sinks)
         count = len(row_B)
         size = self.runner.padded(count)
         variant = self.inputs.take(row_B, running, view, pick, size)

@@ -21,6 +21,8 @@ class Running:
         length_B: int64 tokens that the target's cache holds of each.
         newest_B: int64 newest token of each, which has no cache yet.
         host_lengths: whether attention needs the lengths on the host, so that outside of graphs they are read, once a plan.
+        chosen: int32 cache slots ``[B, W]`` that have been chosen for each request to read, and the int32 number of them; None
+            where nothing was chosen.
     """
 
     rids: tuple[str, ...]
@@ -29,6 +31,7 @@ class Running:
     length_B: torch.Tensor
     newest_B: torch.Tensor
     host_lengths: bool = False
+    chosen: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def reads_lengths(self) -> bool:
@@ -39,7 +42,8 @@ class Running:
         """One request."""
         one = slice(b, b + 1)
         facts = self.row_B[one], self.table_RW, self.length_B[one], self.newest_B[one]
-        return Running(self.rids[one], *facts, self.host_lengths)
+        chosen = None if self.chosen is None else (self.chosen[0][one], self.chosen[1][one])
+        return Running(self.rids[one], *facts, self.host_lengths, chosen)
 
     def last_slot(self) -> torch.Tensor:
         """Cache slot of each request's last cached token, int64 ``[B]``."""
@@ -58,6 +62,25 @@ class Running:
         column_BW = first + column_W + torch.where(column_W < sinks, 0, skipped_B[:, None])
         column_BW = torch.minimum(column_BW, (self.length_B - 1).clamp_min(0)[:, None])
         return self.table_RW[self.row_B[:, None], column_BW].int(), count_B.clamp_max(most).int()
+
+    def read(self, sinks: int, recent: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a draft reads of the target's cache: :meth:`view`, or what was chosen where that is no more."""
+        plain_BW, count_B = self.view(0, sinks, recent)
+        if self.chosen is None:
+            return plain_BW, count_B
+        chosen_BW, chosen_B = self.chosen
+        most, fits_B = sinks + recent, chosen_B <= sinks + recent
+        more = max(0, most - chosen_BW.shape[1])
+        chosen_BW = torch.nn.functional.pad(chosen_BW, (0, more))[:, :most]
+        return torch.where(fits_B[:, None], chosen_BW, plain_BW), torch.where(fits_B, chosen_B, count_B)
+
+    def view_plan(self, view: tuple[torch.Tensor, torch.Tensor], width: int) -> AttentionPlan:
+        """:meth:`plan` of a page list that has been made, its length on the device."""
+        (pages_BW, lens_B), batch = view, len(self.row_B)
+        if self.reads_lengths:
+            return AttentionPlan.build(pages_BW, lens_B.tolist(), [width] * batch)
+        cu_B1 = torch.arange(batch + 1, dtype=torch.int32, device=pages_BW.device) * width
+        return AttentionPlan.on_device(pages_BW, lens_B, cu_B1, list(range(0, (batch + 1) * width, width)))
 
     def plan(self, columns: int, width: int) -> AttentionPlan:
         """What ``width`` new tokens of each request read, for a forward outside of graphs.

@@ -1,0 +1,68 @@
+"""Chooses the columns of views from queries that the target has just computed.
+
+Legend: B requests, Q query rows of a request, H query heads, D head size, R rows and W columns of SGLang's page table.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from longdraft.kernels.plan import AttentionPlan
+from longdraft.serve.cache_format import UNSCALED, Scales
+from longdraft.serve.views.budget import Budget
+from longdraft.serve.views.choose import Chosen, choose_columns
+from longdraft.serve.views.query_tap import QueryTap
+from longdraft.serve.views.selectors import Selector
+
+
+class ViewChooser:
+    """A selector over the target's cache, with the queries that it wants."""
+
+    def __init__(
+        self, selector: Selector, budget: Budget, pool: Any, tap: QueryTap, scale: float, scales: Mapping[int, Scales]
+    ) -> None:
+        """Take what is read.
+
+        Args:
+            selector: scores blocks.
+            budget: of a view.
+            pool: the target's cache pool.
+            tap: keeps the selector's queries.
+            scale: of the target's attention scores.
+            scales: of the layers whose cache has any.
+        """
+        self.selector, self.budget, self.tap, self.scale = selector, budget, tap, scale
+        self.keys = [pool.get_key_buffer(layer) for layer in tap.layers]
+        self.key_scales = [scales.get(layer, UNSCALED)[0] for layer in tap.layers]
+
+    def choose(
+        self,
+        queries: Sequence[torch.Tensor],
+        row_B: torch.Tensor,
+        table_RW: torch.Tensor,
+        length_B: torch.Tensor,
+        longest: int,
+    ) -> Chosen:
+        """The columns of each request's view.
+
+        Args:
+            queries: ``[B * Q, H, D]`` of each layer that the selector wants.
+            row_B: rows of the page table.
+            table_RW: SGLang's page table.
+            length_B: int64 cached tokens of each request.
+            longest: none has more.
+        """
+        queries = [q if s == 1.0 else q * s for q, s in zip(queries, self.key_scales, strict=True)]
+        plan = self._plan(row_B, table_RW, length_B, min(longest, table_RW.shape[1]))
+        blocks = -(-plan.pages_BW.shape[1] // self.budget.block)
+        score_BN = self.selector.score(queries, self.keys, plan, self.scale, blocks)
+        return choose_columns(score_BN, length_B, self.budget)
+
+    def _plan(self, row_B: torch.Tensor, table_RW: torch.Tensor, length_B: torch.Tensor, longest: int) -> AttentionPlan:
+        batch, rows = len(row_B), self.tap.rows
+        pages_BW = table_RW[row_B, :longest].int()
+        if row_B.device.type == "cpu":
+            return AttentionPlan.build(pages_BW, length_B.tolist(), [rows] * batch)
+        cu_B1 = torch.arange(batch + 1, dtype=torch.int32, device=row_B.device) * rows
+        return AttentionPlan.on_device(pages_BW, length_B.int(), cu_B1, [rows * b for b in range(batch + 1)])

@@ -1,0 +1,146 @@
+"""What the host decides before a cycle: how many partial rounds, and who is verified fully behind them.
+
+The host may be a round behind, so it counts with the most that the rounds it has not seen can have gained.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from longdraft.serve.settings import ServeSettings
+from longdraft.serve.views.round_choice import RoundChoice
+
+SHARE_BLEND = 0.15  # of the newest cycle in a request's share of confirmed tokens
+CHANCE_BLEND = 0.01  # of one token in the chance of tokens to be confirmed
+PAUSE = 16  # cycles for which a request that confirms badly reads its whole cache
+
+
+@dataclass
+class Ledger:
+    """One request, as the host knows it.
+
+    Attributes:
+        length: cached tokens after the rounds that the scheduler has processed.
+        exact: leading ones among them that no partial verification wrote.
+        waiting: most tokens that each round can gain that it has not processed, oldest first; None for a full verification.
+        share: of tokens gained on a view, how many were confirmed.
+        chance: of a token to be confirmed, where all before it were.
+        paused: cycles that it still reads its whole cache.
+        doubtful: whether a token was chosen with less than the margin since then.
+    """
+
+    length: int
+    exact: int
+    waiting: list[int | None] = field(default_factory=list)
+    share: float = 1.0
+    chance: float = 0.95
+    paused: int = 0
+    doubtful: bool = False
+
+    @property
+    def pending(self) -> int:
+        """Most tokens that may be behind the last full verification when the next round starts."""
+        most = self.length - self.exact
+        for gain in self.waiting:
+            most = 0 if gain is None else most + gain
+        return most
+
+
+@dataclass(frozen=True)
+class CyclePlan:
+    """One step of a batch.
+
+    Attributes:
+        rounds: partial rounds before the last verification.
+        full: of each request, whether the last verification reads its whole cache, and so computes pending tokens anew.
+        everything: of each request, whether its partial rounds read its whole cache too.
+        wide: whether the last verification has room for pending tokens.
+    """
+
+    rounds: int
+    full: tuple[bool, ...]
+    everything: tuple[bool, ...]
+    wide: bool
+
+
+class CyclePlanner:
+    """Plans cycles."""
+
+    def __init__(self, settings: ServeSettings, chain: int, choice: RoundChoice) -> None:
+        """Set up.
+
+        Args:
+            settings: of the server.
+            chain: tokens at most that a round gains.
+            choice: of the number of partial rounds.
+        """
+        self.settings, self.chain, self.choice = settings, chain, choice
+        self.prefill_waits = False
+
+    def plan(self, ledgers: Sequence[Ledger], modes: Sequence[str], lengths: Sequence[int]) -> CyclePlan:
+        """The next cycle of a batch.
+
+        Args:
+            ledgers, modes: of its requests.
+            lengths: cached tokens of each, as far as the host knows.
+        """
+        both = list(zip(modes, ledgers, strict=True))
+        everything = tuple(mode in ("full", "off") or ledger.paused > 0 for mode, ledger in both)
+        if "exact" not in modes:
+            full = tuple(mode != "partial" or self._due(ledger) for mode, ledger in both)
+            wide = any(f and mode == "partial" for f, mode in zip(full, modes, strict=True))
+            return CyclePlan(0, full, everything, wide)
+        on_view = [
+            ledger for (mode, ledger), all_ in zip(both, everything, strict=True) if mode == "exact" and not all_
+        ]
+        rounds = self._rounds(on_view, lengths)
+        return CyclePlan(rounds, (True,) * len(both), everything, rounds > 0 or "partial" in modes)
+
+    def _due(self, ledger: Ledger) -> bool:
+        """Whether one more partial round could leave more pending than may be, or than is wanted."""
+        most = min(self.settings.pending, self.settings.refresh_every or self.settings.pending)
+        return ledger.doubtful or ledger.pending + self.chain > max(most, self.chain)
+
+    def _rounds(self, on_view: Sequence[Ledger], lengths: Sequence[int]) -> int:
+        most = self.settings.pending // self.chain
+        if self.settings.rounds is not None:
+            wanted = min(self.settings.rounds, self.settings.pending)
+        else:
+            wanted = self.choice.pick([ledger.chance for ledger in on_view], lengths, most)
+        return min(wanted, 1) if self.prefill_waits else wanted
+
+    def launched(self, ledgers: Sequence[Ledger], plan: CyclePlan) -> None:
+        """A cycle of the batch is on its way."""
+        for ledger, full in zip(ledgers, plan.full, strict=True):
+            ledger.waiting.append(None if full else self.chain)
+            ledger.paused = max(0, ledger.paused - 1)
+            ledger.doubtful = ledger.doubtful and not full
+
+    def processed(self, ledger: Ledger, gained: int, proposed: int, confirmed: int, doubtful: bool) -> bool:
+        """The scheduler comes to a cycle of a request.
+
+        Args:
+            ledger: of the request.
+            gained: tokens that it returned.
+            proposed, confirmed: tokens that partial rounds gained, and how many of them the full verification kept.
+            doubtful: whether one was chosen with too small a margin.
+
+        Returns:
+            Whether the request reads its whole cache from now on, for a while.
+        """
+        if not ledger.waiting:  # it was computed anew since
+            return False
+        partial = ledger.waiting.pop(0)
+        ledger.length += gained
+        if partial is None:
+            ledger.exact = ledger.length
+        else:
+            ledger.doubtful |= doubtful
+        if not proposed or ledger.paused:
+            return False
+        tried = min(proposed, confirmed + 1)
+        ledger.chance += (1 - (1 - CHANCE_BLEND) ** tried) * (confirmed / tried - ledger.chance)
+        ledger.share += SHARE_BLEND * (confirmed / proposed - ledger.share)
+        if ledger.share >= self.settings.confirm_floor:
+            return False
+        ledger.paused, ledger.share = PAUSE, 1.0
+        return True

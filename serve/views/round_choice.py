@@ -1,0 +1,97 @@
+"""How many partial rounds a cycle of mode ``exact`` should have: by what was confirmed, and what cycles were seen to cost.
+
+A cycle of r rounds gains ``g = r a`` tokens on the view, a a round. Each is confirmed with chance c if all before it were, so that
+``c (1 - c^g) / (1 - c)`` are returned, with the last chain's drafts where all were confirmed, and the bonus token. What a cycle
+costs is first guessed from the bytes that it reads; then it is timed, and what was not tried for long is tried now and then.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BLEND = 0.1
+MOST = 64  # rounds that are thought about
+TRIED = 32  # cycles after which a neighbour of the best number is tried
+OUTLIER = 4.0  # times what was expected: something else ran
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a verification and a round of drafting read: bytes of weights, of the cache per token; and tokens of a view."""
+
+    weights: float
+    draft: float
+    token: float
+    view: int
+
+
+def expected(rounds: int, gain: float, chance: float) -> float:
+    """Tokens that a cycle returns on average."""
+    pending = rounds * gain
+    kept = pending if chance >= 1.0 else chance * (1 - chance**pending) / (1 - chance)
+    return float(kept + chance**pending * (gain - 1) + 1)
+
+
+class RoundChoice:
+    """Picks the number of rounds with the most tokens a second."""
+
+    def __init__(self, read: Bytes, gain: float = 3.0, max_ms: float | None = None) -> None:
+        """Start with a guess.
+
+        Args:
+            read: bytes.
+            gain: tokens that a round gains, bonus in, until some were counted.
+            max_ms: longest cycle.
+        """
+        self.read, self.gain, self.max_ms = read, gain, max_ms
+        self.ms: dict[tuple[int, int], float] = {}  # of a cycle per byte, by requests and rounds
+        self.picks = 0
+
+    def bytes(self, rounds: int, lengths: Sequence[int]) -> float:
+        """That a cycle reads."""
+        full = sum(lengths) * self.read.token
+        part = sum(min(n, self.read.view) for n in lengths) * self.read.token
+        return (rounds + 1) * (self.read.weights + self.read.draft) + rounds * part + full
+
+    def cost(self, rounds: int, lengths: Sequence[int]) -> float:
+        """Milliseconds of a cycle, by the nearest number of rounds that was timed; bytes where none was."""
+        known = [r for batch, r in self.ms if batch == len(lengths)]
+        near = min(known, key=lambda r: (abs(r - rounds), r), default=None)
+        return self.bytes(rounds, lengths) * (1.0 if near is None else self.ms[len(lengths), near])
+
+    def pick(self, chances: Sequence[float], lengths: Sequence[int], most: int) -> int:
+        """Rounds of the next cycle.
+
+        Args:
+            chances: of a token of each request that reads a view to be confirmed.
+            lengths: cached tokens of all requests.
+            most: rounds at most.
+        """
+        if not chances or all(n <= self.read.view for n in lengths):
+            return 0
+        chance = min(0.999, sum(chances) / len(chances))
+        able = [r for r in range(min(most, MOST) + 1) if r == 0 or self._fits(r, lengths)]
+        best = max(able, key=lambda r: expected(r, self.gain, chance) / self.cost(r, lengths))
+        self.picks += 1
+        if self.picks % TRIED == 0:
+            other = best + (1 if self.picks // TRIED % 2 else -1)
+            return other if other in able else best
+        return best
+
+    def _fits(self, rounds: int, lengths: Sequence[int]) -> bool:
+        if self.max_ms is None or not any(batch == len(lengths) for batch, _ in self.ms):
+            return True
+        return self.cost(rounds, lengths) <= self.max_ms
+
+    def gained(self, tokens: float, rounds: int) -> None:
+        """So many tokens were gained on views in so many rounds."""
+        if rounds:
+            self.gain += BLEND * (tokens / rounds - self.gain)
+
+    def timed(self, ms: float, rounds: int, lengths: Sequence[int]) -> None:
+        """A cycle took so long."""
+        key, seen = (len(lengths), rounds), ms / self.bytes(rounds, lengths)
+        before = self.ms.get(key)
+        if before is None:
+            self.ms[key] = seen
+        elif seen < OUTLIER * before:
+            self.ms[key] = before + BLEND * (seen - before)

@@ -1,0 +1,54 @@
+"""What a server of modes ``exact`` and ``partial`` keeps, made once SGLang has its cache pool."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from longdraft.serve.attention_backend import LongDraftAttention
+from longdraft.serve.cache_format import Scales, attention_layers
+from longdraft.serve.drafters.base import Drafter
+from longdraft.serve.settings import ServeSettings
+from longdraft.serve.view_step import ViewStep
+from longdraft.serve.views.chooser import ViewChooser
+from longdraft.serve.views.cycle_plan import CyclePlanner
+from longdraft.serve.views.query_tap import QueryTap
+from longdraft.serve.views.round_choice import Bytes, RoundChoice
+from longdraft.serve.views.selectors import make_selector
+from longdraft.serve.views.view_state import ViewState
+
+
+def read_bytes(runner: Any, drafter: Drafter, settings: ServeSettings, chain: int) -> Bytes:
+    """What rounds read, for the first guess of how many of them pay."""
+    weights = sum(p.nbytes for p in runner.model.parameters())
+    config, item = runner.model_config, runner.kv_cache_dtype.itemsize
+    token = 2 * config.num_hidden_layers * config.get_num_kv_heads(1) * config.head_dim * item
+    return Bytes(weights, drafter.bytes_per_step * (chain - 1), token, settings.view_width(chain))
+
+
+def keep_views(
+    step: ViewStep, settings: ServeSettings, runner: Any, drafter: Drafter, most: int, scales: Mapping[int, Scales]
+) -> None:
+    """Give a step its views, and the attention backend what it keeps for their choice.
+
+    Args:
+        step: of the server.
+        settings: of the server.
+        runner: the target's model runner; its attention backend is ours, its pools exist.
+        drafter: of the server.
+        most: requests at once.
+        scales: of the layers whose cache has any.
+    """
+    backend, table, config = runner.attn_backend, runner.req_to_token_pool.req_to_token, runner.model_config
+    assert isinstance(backend, LongDraftAttention)
+    selector = make_selector(settings.view_selector, settings.view_reduction)
+    backend.tap = tap = QueryTap(selector.layers(config.num_hidden_layers), selector.rows)
+    heads = config.num_attention_heads
+    tap.allocate(most * step.stride, heads, config.head_dim, runner.dtype, table.device)
+    budget = settings.budget()
+    step.view_width = min(settings.view_width(step.chain), table.shape[1])
+    remembered = settings.pending + 2 * step.stride
+    rows, columns = table.shape
+    step.views = ViewState(rows, columns, budget.columns, remembered, table.device)
+    scale = next(layer.scaling for _, layer in attention_layers(runner.model))
+    step.chooser = ViewChooser(selector, budget, runner.token_to_kv_pool, tap, scale, scales)
+    choice = RoundChoice(read_bytes(runner, drafter, settings, step.chain), max_ms=settings.max_cycle_ms)
+    step.planner = CyclePlanner(settings, step.chain, choice)

@@ -1,0 +1,89 @@
+"""What every request's partial verifications read, by row of SGLang's page table; all of it on the device.
+
+Legend: R rows of the page table, B requests, V columns of a view, W columns of a page list, N tokens of a run, I remembered ids.
+"""
+
+import torch
+
+from longdraft.serve.drafters.running import Running
+from longdraft.serve.views.choose import Chosen
+
+
+class ViewState:
+    """Views, how much of each request's cache is exact, and its latest tokens.
+
+    A request's view is its chosen columns and everything from a start on: recent tokens and all that comes later. Its cache is
+    exact up to ``exact_R``; what lies behind was written by partial verifications (the pending tokens) and is written anew by
+    the next full one.
+    """
+
+    def __init__(self, rows: int, columns: int, view: int, remembered: int, device: torch.device) -> None:
+        """Allocate.
+
+        Args:
+            rows, columns: of SGLang's page table.
+            view: chosen columns at most.
+            remembered: latest tokens that are kept of each request.
+            device: of the page table.
+        """
+        self.columns = columns
+        self.column_RV = torch.zeros(rows, view, dtype=torch.int32, device=device)
+        self.count_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.start_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.exact_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.id_RI = torch.zeros(rows, remembered, dtype=torch.int64, device=device)
+
+    def prefilled(self, row_B: torch.Tensor, length_B: torch.Tensor) -> None:
+        """Requests start anew in these rows: all that is cached is exact, and is read."""
+        self.count_R[row_B] = 0
+        self.start_R[row_B] = 0
+        self.exact_R[row_B] = length_B
+
+    def choose(self, row_B: torch.Tensor, chosen: Chosen, where_B: torch.Tensor | None = None) -> None:
+        """New views for these rows; only for some of them, where it is said which."""
+        count_B, start_B, column_BV = chosen.count_B.long(), chosen.start_B, chosen.column_BV
+        if where_B is not None:
+            count_B = torch.where(where_B, count_B, self.count_R[row_B])
+            start_B = torch.where(where_B, start_B, self.start_R[row_B])
+            column_BV = torch.where(where_B[:, None], column_BV, self.column_RV[row_B])
+        self.count_R[row_B], self.start_R[row_B], self.column_RV[row_B] = count_B, start_B, column_BV
+
+    def pages(
+        self, running: Running, everything_B: torch.Tensor | None, width: int, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The page list of a partial verification.
+
+        Args:
+            running: the batch.
+            everything_B: requests that read their whole cache; None: nobody.
+            width: of the list, wide enough for everything that is read.
+            count: new tokens of each request, whose slots follow.
+
+        Returns:
+            int32 ``[B, width + count]`` and the int32 number of cached tokens that each request reads. What has no slot is 0.
+        """
+        count_B, start_B = self.count_R[running.row_B], self.start_R[running.row_B]
+        start_B = torch.maximum(
+            start_B, running.length_B + count_B - width
+        )  # what grew too long loses its oldest recent tokens
+        if everything_B is not None:
+            count_B, start_B = (torch.where(everything_B, 0, x) for x in (count_B, start_B))
+        at_W = torch.arange(width + count, device=count_B.device)
+        chosen_BV = self.column_RV[running.row_B]
+        if (more := width + count - chosen_BV.shape[1]) > 0:
+            chosen_BV = torch.nn.functional.pad(chosen_BV, (0, more))
+        later_BW = start_B[:, None] + at_W - count_B[:, None]
+        column_BW = torch.where(at_W < count_B[:, None], chosen_BV[:, : width + count].long(), later_BW)
+        slot_BW = running.table_RW[running.row_B[:, None], column_BW.clamp(0, self.columns - 1)]
+        slot_BW = torch.where(column_BW < self.columns, slot_BW, 0).int()
+        return slot_BW, (count_B + running.length_B - start_B).int()
+
+    def remember(self, row_B: torch.Tensor, position_B: torch.Tensor, id_BN: torch.Tensor) -> None:
+        """Tokens of each request from a position on; later ones replace what was there."""
+        at_BN = (position_B[:, None] + torch.arange(id_BN.shape[1], device=row_B.device)) % self.id_RI.shape[1]
+        self.id_RI[row_B[:, None], at_BN] = id_BN
+
+    def recall(self, row_B: torch.Tensor, position_B: torch.Tensor, count: int) -> torch.Tensor:
+        """``count`` tokens of each request from a position on."""
+        at_BN = (position_B[:, None] + torch.arange(count, device=row_B.device)) % self.id_RI.shape[1]
+        return self.id_RI[row_B[:, None], at_BN]
