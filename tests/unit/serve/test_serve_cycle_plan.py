@@ -1,0 +1,151 @@
+"""How many partial rounds, and who is verified fully, by what the host knows."""
+
+import pytest
+
+from longdraft.serve.settings import ServeSettings
+from longdraft.serve.views.cycle_plan import PAUSE, CyclePlanner, Ledger
+from longdraft.serve.views.round_choice import OUTLIER, TRIED, Bytes, RoundChoice, expected
+
+GIB = 2.0**30
+LLAMA_8B = Bytes(16 * GIB, 0.7 * GIB, 2.0**17, 4200)
+CHAIN = 6
+
+
+def planner(**changes: object) -> CyclePlanner:
+    given = ServeSettings(**{"mode": "exact", **changes})
+    return CyclePlanner(given, CHAIN, RoundChoice(LLAMA_8B, gain=4.0))
+
+
+@pytest.mark.parametrize(("rounds", "gain", "chance"), [(0, 3.0, 0.9), (1, 3.0, 0.8), (3, 4.0, 0.95), (2, 1.0, 0.5)])
+def test_expected_tokens_are_those_of_a_simulation_in_closed_form(rounds: int, gain: float, chance: float) -> None:
+    pending = int(rounds * gain)
+    first_wrong = sum(n * chance**n * (1 - chance) for n in range(pending))
+    all_right = chance**pending * (pending + gain - 1)
+    assert expected(rounds, gain, chance) == pytest.approx(first_wrong + all_right + 1)
+    assert expected(rounds, gain, 1.0) == pytest.approx(pending + gain)
+
+
+def test_rounds_pay_where_much_is_cached_and_much_is_confirmed() -> None:
+    choice = RoundChoice(LLAMA_8B, gain=4.0)
+    assert choice.pick([0.95] * 16, [32_000] * 16, 5) in (2, 3)
+    assert choice.pick([0.95], [125_000], 5) in (1, 2)
+    assert choice.pick([0.95], [8_000], 5) == 0
+    assert choice.pick([0.3] * 16, [32_000] * 16, 5) == 0
+    assert choice.pick([0.95], [4_000], 5) == 0, "the view holds everything"
+    assert choice.pick([], [32_000], 5) == 0
+    assert choice.pick([0.99] * 64, [125_000] * 64, 5) == 5
+
+
+def test_what_was_timed_takes_the_place_of_the_guess() -> None:
+    choice = RoundChoice(LLAMA_8B, gain=4.0)
+    lengths = [32_000] * 16
+    for _ in range(20):
+        choice.timed(400.0, 3, lengths)
+        choice.timed(60.0, 0, lengths)
+        choice.timed(65.0, 1, lengths)
+        choice.timed(200.0, 2, lengths)
+    assert choice.pick([0.95] * 16, lengths, 5) == 1
+    assert choice.cost(3, lengths) == pytest.approx(400)
+    choice.timed(400.0 * OUTLIER * 2, 3, lengths)
+    assert choice.cost(3, lengths) == pytest.approx(400)
+    other = [32_000] * 8
+    assert choice.cost(3, other) == choice.bytes(3, other), "another batch is another matter"
+
+
+def test_neighbours_are_tried_now_and_then() -> None:
+    choice = RoundChoice(LLAMA_8B, gain=4.0)
+    lengths = [32_000] * 16
+    picks = [choice.pick([0.95] * 16, lengths, 5) for _ in range(4 * TRIED)]
+    usual = max(set(picks), key=picks.count)
+    assert {usual - 1, usual, usual + 1} == set(picks) and len(picks) - picks.count(usual) == 4
+
+
+def test_a_cycle_is_no_longer_than_it_may_be() -> None:
+    choice = RoundChoice(LLAMA_8B, gain=4.0, max_ms=50)
+    lengths = [32_000] * 16
+    choice.timed(25.0 * choice.bytes(0, lengths) / choice.bytes(0, lengths), 0, lengths)
+    rounds = choice.pick([0.95] * 16, lengths, 5)
+    assert choice.cost(rounds, lengths) <= 50 < choice.cost(rounds + 1, lengths)
+
+
+def test_gains_are_learned() -> None:
+    choice = RoundChoice(LLAMA_8B, gain=3.0)
+    for _ in range(100):
+        choice.gained(15.0, 3)
+    assert choice.gain == pytest.approx(5.0, abs=0.01)
+    choice.gained(0.0, 0)
+    assert choice.gain == pytest.approx(5.0, abs=0.01)
+
+
+def test_exact_and_full_requests_end_every_cycle_with_a_full_verification() -> None:
+    plan = planner(rounds=2).plan([Ledger(9000, 9000)] * 3, ["exact", "full", "off"], [9000] * 3)
+    assert plan.rounds == 2 and plan.wide and plan.full == (True,) * 3
+    assert plan.everything == (False, True, True)
+    assert not planner(rounds=0).plan([Ledger(9000, 9000)], ["exact"], [9000]).wide
+
+
+def test_one_round_while_a_prefill_waits() -> None:
+    made = planner(rounds=3)
+    made.prefill_waits = True
+    assert made.plan([Ledger(9000, 9000)], ["exact"], [9000]).rounds == 1
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_partial_requests_are_refreshed_before_too_much_is_pending(lag: int) -> None:
+    """Whatever is gained, and however far the host is behind, no more than 20 tokens are pending when a round ends."""
+    made, ledger = planner(mode="partial"), Ledger(9000, 9000)
+    waiting: list[tuple[bool, int]] = []
+    pending, refreshes = 0, 0
+    for step in range(200):
+        plan = made.plan([ledger], ["partial"], [ledger.length])
+        gained = 1 + (step * 7) % CHAIN
+        pending = 0 if plan.full[0] else pending + gained
+        refreshes += plan.full[0]
+        assert pending <= 20
+        made.launched([ledger], plan)
+        waiting.append((plan.full[0], gained))
+        if len(waiting) > lag:
+            _, seen = waiting.pop(0)
+            made.processed(ledger, seen, 0, 0, False)
+    assert 20 < refreshes < 100
+    assert ledger.exact <= ledger.length
+
+
+def test_a_refresh_is_not_forced_on_requests_that_need_none() -> None:
+    made = planner(mode="partial")
+    full, fresh = Ledger(9000, 8982), Ledger(500, 500)
+    plan = made.plan([full, fresh], ["partial", "partial"], [9000, 500])
+    assert plan.full == (True, False) and plan.wide
+
+
+def test_a_narrow_choice_asks_for_a_refresh() -> None:
+    made, ledger = planner(mode="partial"), Ledger(9000, 9000)
+    first = made.plan([ledger], ["partial"], [9000])
+    assert first.full == (False,)
+    made.launched([ledger], first)
+    made.processed(ledger, 3, 0, 0, True)
+    assert made.plan([ledger], ["partial"], [9003]).full == (True,)
+
+
+def test_a_request_that_confirms_little_pauses_and_comes_back() -> None:
+    made, ledger = planner(rounds=3), Ledger(9000, 9000)
+    fell = 0
+    for _ in range(30):
+        plan = made.plan([ledger], ["exact"], [9000])
+        if plan.everything[0]:
+            break
+        made.launched([ledger], plan)
+        fell += made.processed(ledger, 2, 12, 1, False)
+    assert fell == 1 and ledger.paused
+    for _ in range(PAUSE):
+        assert made.plan([ledger], ["exact"], [9000]).everything == (True,)
+        made.launched([ledger], plan)
+    assert made.plan([ledger], ["exact"], [9000]).everything == (False,)
+
+
+def test_chances_follow_what_is_confirmed() -> None:
+    made, ledger = planner(rounds=3), Ledger(9000, 9000)
+    for _ in range(300):
+        made.launched([ledger], made.plan([ledger], ["exact"], [9000]))
+        made.processed(ledger, 8, 12, 9, False)
+    assert ledger.chance == pytest.approx(0.9, abs=0.02)
