@@ -1,6 +1,6 @@
 """python -m longdraft.bench.gpu_full_speed --systems eagle3,eagle3-window,longdraft --out record.json
 
-Time of a scheduler step in mode ``full`` on one GPU: a Llama-8B shape with random weights and forced acceptance, beside SGLang's
+Time of a scheduler step in modes ``full``, ``exact`` and ``partial`` on one GPU: a Llama-8B shape with random weights and forced acceptance, beside SGLang's
 EAGLE-3 on FlashAttention-3 (without and with a draft window) and plain decoding. Forced acceptance proves time only.
 """
 
@@ -26,11 +26,14 @@ from longdraft.draft_models.eagle3_config import Eagle3Config, Eagle3Settings
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.target import TargetSpec
 from longdraft.draft_models.token_counts import TokenCounts
+from longdraft.serve.settings import VIEWED
 
 STEPS = 5
 ACCEPT = 4.0
 WINDOW = 4096
 CASES = {"b1_c32k": (1, 32_000), "b16_c32k": (16, 32_000), "b1_c125k": (1, 125_000)}
+VIEW = 4096  # tokens of a view, chosen anew behind every full verification
+CONFIRMED = 0.95  # chance of a token of a partial round to be confirmed
 HEAD = 32_000  # rows of every draft's head
 CONTEXT = 130_000
 NEW_TOKENS = 192
@@ -87,8 +90,8 @@ def write_models(folder: Path) -> dict[str, Path]:
 def launch_command(
     system: str, models: dict[str, Path], context: int, times: Path | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of one system; behind ours ``-sync`` means without overlap, ``-eager`` also without
-    CUDA graphs.
+    """Command line and environment of one system. Behind ours ``-exact`` and ``-partial`` mean these modes, then ``-sync`` without
+    overlap and ``-eager`` also without CUDA graphs.
 
     Args:
         system: its name.
@@ -116,7 +119,9 @@ def launch_command(
             command += ["--speculative-draft-window-size", str(WINDOW)]
         return command, {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT)), "SGLANG_PLUGINS": "none"}
     if system.startswith("longdraft"):
-        draft = system.removesuffix("-eager").removesuffix("-sync")
+        name = system.removesuffix("-eager").removesuffix("-sync")
+        mode = next((m for m in VIEWED if name.endswith(f"-{m}")), None)
+        draft = name if mode is None else name.removesuffix(f"-{mode}")
         command += [
             "--speculative-algorithm",
             "LONGDRAFT",
@@ -129,7 +134,8 @@ def launch_command(
         if system.endswith("-eager"):
             command += ["--disable-cuda-graph"]
         own = {"draft_head_tokens": HEAD, "draft_head_counts": str(models["counts"])} if draft == "longdraft" else {}
-        settings = json.dumps(own | ({} if times is None else {"step_times": str(times)}))
+        views = {} if mode is None else {"mode": mode, "view_tokens": VIEW, "simulate_confirmed_share": CONFIRMED}
+        settings = json.dumps(own | views | ({} if times is None else {"step_times": str(times)}))
         forced = {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT))}
         return command, forced | {"SGLANG_PLUGINS": "longdraft", "LONGDRAFT_SETTINGS": settings}
     return command, {"SGLANG_PLUGINS": "none"}
@@ -180,6 +186,8 @@ def record(path: Path, figures: dict[str, float], checks: dict[str, bool]) -> No
         "new_tokens": NEW_TOKENS,
         "eagle3_window": WINDOW,
         "draft_head_rows": HEAD,
+        "view_tokens": VIEW,
+        "confirmed_share": CONFIRMED,
     }
     write_record(make_record("full_mode_speed", settings, figures, checks), path)
 

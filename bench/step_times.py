@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.bench.record import make_record, write_record
+from longdraft.serve.step_clock import PHASES
 
-PARTS = ("draft", "verify", "sampling", "keep", "host gaps")
+PARTS = (*PHASES, "host gaps")
 SKIPPED = 3  # first steps of a batch size, in which things are built
 
 
@@ -32,7 +33,11 @@ def breakdown(lines: Sequence[dict[str, Any]]) -> dict[int, dict[str, float]]:
         step = line["wall_ms"] + line["gap_ms"]
         by_batch[line["batch"]].append({**parts, "host gaps": max(0.0, step - sum(parts.values())), "step": step})
     return {
-        batch: {name: statistics.median(s.get(name, 0.0) for s in steps[SKIPPED:]) for name in (*PARTS, "step")}
+        batch: {
+            name: statistics.median(s.get(name, 0.0) for s in steps[SKIPPED:])
+            for name in (*PARTS, "step")
+            if any(name in s for s in steps)
+        }
         for batch, steps in sorted(by_batch.items())
         if len(steps) > SKIPPED
     }
@@ -54,11 +59,16 @@ def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def seen(columns: dict[str, dict[str, float]]) -> list[str]:
+    """Parts that there are."""
+    return [part for part in PARTS if any(part in column for column in columns.values())]
+
+
 def table(columns: dict[str, dict[str, float]]) -> str:
     """Markdown: one row a part, one column a case."""
     rows = [["ms a step", *columns], ["---"] * (len(columns) + 1)]
-    for part in (*PARTS, "step"):
-        rows.append([part, *(f"{column[part]:.2f}" for column in columns.values())])
+    for part in (*seen(columns), "step"):
+        rows.append([part, *(f"{column.get(part, 0.0):.2f}" for column in columns.values())])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
@@ -71,8 +81,8 @@ def picture(columns: dict[str, dict[str, float]], path: Path) -> None:
 
     figure, axis = pyplot.subplots(figsize=(1.6 * len(columns) + 3, 4), layout="constrained")
     below = [0.0] * len(columns)
-    for part in PARTS:
-        heights = [column[part] for column in columns.values()]
+    for part in seen(columns):
+        heights = [column.get(part, 0.0) for column in columns.values()]
         axis.bar(list(columns), heights, bottom=below, label=part)
         below = [b + h for b, h in zip(below, heights, strict=True)]
     axis.set_ylabel("ms a scheduler step")
