@@ -8,6 +8,7 @@ import argparse
 import json
 import random
 import shutil
+import statistics
 import sys
 import time
 import urllib.request
@@ -36,7 +37,7 @@ VIEW = 4096  # tokens of a view, chosen anew behind every full verification
 CONFIRMED = 0.95  # chance of a token of a partial round to be confirmed
 HEAD = 32_000  # rows of every draft's head
 CONTEXT = 130_000
-NEW_TOKENS = 192
+NEW_TOKENS = 384
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -155,26 +156,43 @@ def generate(
     return time.perf_counter() - start, answers if isinstance(answers, list) else [answers]
 
 
-def rounds(answers: list[dict[str, Any]]) -> int:
-    """Scheduler steps of the slowest request."""
-    return max(a["meta_info"].get("spec_verify_ct") or a["meta_info"]["completion_tokens"] - 1 for a in answers)
+def rounds(answers: list[dict[str, Any]]) -> list[int]:
+    """Scheduler steps of each request."""
+    return [a["meta_info"].get("spec_verify_ct") or a["meta_info"]["completion_tokens"] - 1 for a in answers]
 
 
 def measure(server: Server, batch: int, context: int) -> dict[str, float]:
-    """Decoding of a batch whose prompts are cached: tokens/s of the batch, ms a scheduler step, accept length."""
+    """Decoding of a batch whose prompts are cached: tokens/s of the batch, ms a scheduler step, tokens of a request a step.
+
+    Where every request draws its own accept length, the batch shrinks before its slowest request has ended: then
+    :func:`steady` says what the full batch does.
+    """
     draw = random.Random(0)
     ids = [[draw.randrange(1000, 120_000) for _ in range(context)] for _ in range(batch)]
     prefill_s, _ = generate(server, ids, 2)
     generate(server, ids, 8)
     short_s, short = generate(server, ids, 8)
     long_s, long = generate(server, ids, 8 + NEW_TOKENS)
-    seconds, steps = long_s - short_s, rounds(long) - rounds(short)
+    seconds, steps = long_s - short_s, max(rounds(long)) - max(rounds(short))
+    each = [NEW_TOKENS / (a - b) for a, b in zip(rounds(long), rounds(short), strict=True)]
     return {
         "tok_s": batch * NEW_TOKENS / seconds,
         "ms_step": 1000 * seconds / steps,
-        "tokens_a_step": NEW_TOKENS / steps,
+        "tokens_a_step": sum(each) / batch,
         "prefill_s": prefill_s,
     }
+
+
+def steady(lines: list[dict[str, Any]], batch: int, tokens_a_step: float) -> dict[str, float]:
+    """Tokens/s while all requests run: their tokens a step over the mean time from step to step, by the steps' own lines."""
+    times = [
+        line["wall_ms"] + line["gap_ms"] for line in lines if line["batch"] == batch and line["gap_ms"] is not None
+    ]
+    usual = [ms for ms in times if ms < 3 * statistics.median(times)]  # a gap between two requests is no step
+    if not usual:
+        return {}
+    mean = sum(usual) / len(usual)
+    return {"steady_ms_step": mean, "steady_tok_s": 1000 * batch * tokens_a_step / mean}
 
 
 def record(path: Path, figures: dict[str, float], checks: dict[str, bool]) -> None:
@@ -215,10 +233,13 @@ def main() -> int:
             with Server(system, command, log, environment) as server:
                 for case, (batch, context) in CASES.items():
                     seen = len(read_lines(times)) if times and times.exists() else 0
-                    for key, value in measure(server, batch, context).items():
-                        figures[f"{system.replace('-', '_')}_{key}_{case}"] = round(value, 3)
+                    found = measure(server, batch, context)
                     if times and times.exists():
-                        write_lines(times.with_name(f"{system}_{case}.jsonl"), read_lines(times)[seen:])
+                        lines = read_lines(times)[seen:]
+                        write_lines(times.with_name(f"{system}_{case}.jsonl"), lines)
+                        found |= steady(lines, batch, found["tokens_a_step"])
+                    for key, value in found.items():
+                        figures[f"{system.replace('-', '_')}_{key}_{case}"] = round(value, 3)
                     print(
                         system,
                         case,
