@@ -100,11 +100,11 @@ def command(target: str, args: argparse.Namespace, on_cpu: bool, shape: str | No
     return [*words, "--steps", chain] if chain.isdigit() else [*words, "--tree", shape]
 
 
-def environment(on_cpu: bool, plain: bool) -> dict[str, str]:
-    """Stock SGLang runs without our plugin, but on a CPU, where it lacks what our hooks bring."""
+def environment(on_cpu: bool, plain: bool, dtype: str = "bfloat16") -> dict[str, str]:
+    """Stock SGLang runs without our plugin, but on a CPU and in float32, where it lacks what our hooks bring."""
     if on_cpu:
         return {**CPU_ENVIRONMENT, "SGLANG_PLUGINS": "longdraft"}
-    return {"SGLANG_PLUGINS": "none" if plain else "longdraft"}
+    return {"SGLANG_PLUGINS": "none" if plain and dtype != "float32" else "longdraft"}
 
 
 def decode(server: Server, prompts: list[list[int]], batch: int, new_tokens: int) -> Run:
@@ -157,7 +157,7 @@ def measure(args: argparse.Namespace, prompts: list[list[int]], on_cpu: bool) ->
     """Plain decoding, then every shape; figures, and a row for each shape and batch size."""
     figures: dict[str, float] = {}
     rows: list[Any] = []
-    words, own = command(args.target, args, on_cpu, None), environment(on_cpu, plain=True)
+    words, own = command(args.target, args, on_cpu, None), environment(on_cpu, True, args.dtype)
     with Server("plain", words, args.logs / "tree-speed-plain.log", own) as plain:
         prompts, want = unlooping(plain, prompts, args.count, args.new_tokens)
         figures["prompts"] = len(prompts)

@@ -5,6 +5,7 @@ Every hook is named here with its reason; :func:`install_hooks` checks that each
 
 import os
 import pkgutil
+from functools import partial
 from typing import Any
 
 import torch
@@ -167,6 +168,19 @@ def captured_input(original: Any, self: Any, num_tokens: int) -> Any:
     return VerifyInput(None, self.attn_backend.captured_hidden)
 
 
+def plain_in_float32(original: Any, self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """SGLang's kernels for cards know no float32, in which tokens are compared; its plain twins do."""
+    return (self.forward_native if x.dtype == torch.float32 else partial(original, self))(x, *args, **kwargs)
+
+
+def rotary_in_float32(
+    original: Any, self: Any, positions: torch.Tensor, query: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """The same for the rotation, whose first argument is whole numbers."""
+    plain = query.dtype == torch.float32
+    return (self.forward_native if plain else partial(original, self))(positions, query, *args, **kwargs)
+
+
 HOOKS: list[tuple[str, Any, HookType]] = [
     ("sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch", waits_for_host, HookType.AROUND),
     ("sglang.srt.sampling.sampling_params.SamplingParams.verify", check_request, HookType.BEFORE),
@@ -181,6 +195,9 @@ HOOKS: list[tuple[str, Any, HookType]] = [
         captured_input,
         HookType.AROUND,
     ),
+    ("sglang.srt.layers.layernorm.RMSNorm.forward_cuda", plain_in_float32, HookType.AROUND),
+    ("sglang.srt.layers.activation.SiluAndMul.forward_cuda", plain_in_float32, HookType.AROUND),
+    ("sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_cuda", rotary_in_float32, HookType.AROUND),
 ]
 CPU_HOOKS: list[tuple[str, Any, HookType]] = [
     ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup", no_copy_kernels, HookType.REPLACE),
