@@ -36,10 +36,10 @@ def check_rotation(shape: tuple[int, int, int, int], dtype: torch.dtype, device:
     wide = normal(rows, (heads + 2 * kept) * 2 * angles + 16, dtype=dtype, device=device)
     x_TC = wide[:, 16:]
     turn = normal(2, rows, angles, dtype=torch.float32, device=device, seed=1).sin().unbind()
-    slots = torch.randperm(9, generator=torch.Generator().manual_seed(2))[: 2 * rows].int().to(device)[::2]
-    slot_T = slots if len(slots) == rows else torch.arange(rows, dtype=torch.int32, device=device)
+    count = max(9, 2 * rows)
+    slot_T = torch.randperm(count, generator=torch.Generator().manual_seed(2))[: 2 * rows].int().to(device)[::2]
     found, wanted = (
-        tuple(normal(9, kept, 2 * angles, dtype=dtype, device=device, seed=s) for s in (3, 4)) for _ in range(2)
+        tuple(normal(count, kept, 2 * angles, dtype=dtype, device=device, seed=s) for s in (3, 4)) for _ in range(2)
     )
     got = rotate_heads(x_TC, *turn, Into(*found, slot_T) if kept else None, "triton")
     want = torch_rotate_heads(x_TC, *turn, Into(*wanted, slot_T) if kept else None)
