@@ -57,7 +57,7 @@ class ServeSettings(Settings):
         description="mode exact: partial rounds of every cycle; None chooses them by what is confirmed and what they cost",
     )
     confirm_floor: float = Field(
-        0.5,
+        0.25,
         ge=0,
         le=1,
         description="mode exact: a request of whose tokens a smaller share is confirmed verifies on the whole cache for a while",

@@ -167,7 +167,7 @@ class ViewStep(DeviceStep):
         everything_B = to_device(plan.everything, torch.bool, device) if any(plan.everything) else None
         self.views.remember(running.row_B, running.length_B, running.newest_B[:, None])
         ready = self._rounds(batch, roster, running, plan, full_B, everything_B)
-        width = self.stride if plan.wide else self.chain
+        width = self.chain + plan.room
         try:
             view = None if all(plan.full) else self._last_view(running, ready, plan, full_B, everything_B, width)
             last = self._verify_last(batch, roster, running, ready, width, view)
@@ -176,7 +176,7 @@ class ViewStep(DeviceStep):
                 "longdraft: a full verification failed, its requests are verified without what was proposed"
             )
             ready = replace(ready, gained_B=torch.zeros_like(full_B, dtype=torch.int64))
-            plan = replace(plan, full=tuple(mode != "partial" for mode in roster.modes), rounds=0, wide=False)
+            plan = replace(plan, full=tuple(mode != "partial" for mode in roster.modes), rounds=0, room=0)
             full_B = to_device(plan.full, torch.bool, device)
             last = self._verify_bare(batch, roster, running)
             width = last.id_BK.shape[1] + 1
@@ -216,14 +216,15 @@ class ViewStep(DeviceStep):
         lead_B = (running.length_B - self.views.exact_R[running.row_B]) * full_B
         for _ in range(plan.rounds):
             try:
-                more_B, at = self._partial_round(batch, roster, at, lead_B + gained_B, everything_B)
+                left_B = plan.room - lead_B - gained_B
+                more_B, at = self._partial_round(batch, roster, at, left_B, everything_B)
             except Exception:
                 logger.exception("longdraft: a partial round failed, what there is of its cycle is verified")
                 break
             gained_B = gained_B + more_B
         with self.clock.phase("draft"):
             drafts = self._draft(roster, self._reading(at))
-        if plan.wide:
+        if plan.room:
             self.views.remember(at.row_B, at.length_B + 1, drafts.id_BK)
         return Ready(at, gained_B, lead_B, drafts)
 
@@ -232,14 +233,14 @@ class ViewStep(DeviceStep):
         batch: ScheduleBatch,
         roster: Roster,
         at: Running,
-        pending_B: torch.Tensor,
+        left_B: torch.Tensor,
         everything_B: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Running]:
-        """Draft and verify on the view: how many tokens each request gains, and the batch behind them."""
+        """Draft and verify on the view: how many tokens each request gains, at most ``left_B``, and the batch behind them."""
         with self.clock.phase("draft"):
             drafts = self._draft(roster, self._reading(at))
         end_B = (roster.end_B - 2).clamp_max(self.columns - 1)
-        room_B = torch.minimum(end_B - at.length_B, self.settings.pending - pending_B).clamp_min(0) * roster.drafts_B
+        room_B = torch.minimum(end_B - at.length_B, left_B).clamp_min(0) * roster.drafts_B
         limit_B = torch.minimum(drafts.limit_B, (room_B - 1).clamp_min(0))
         in_graph = self._graph_width(len(roster.reqs), self.chain) is not None
         width = self.view_width if everything_B is None else self.columns

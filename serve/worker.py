@@ -30,6 +30,7 @@ from longdraft.serve.target_weights import TargetWeights
 from longdraft.serve.tree_shape import candidates
 from longdraft.serve.tree_step import TreeStep
 from longdraft.serve.view_step import ViewStep
+from longdraft.serve.views.cycle_plan import rooms
 from longdraft.serve.views.setup import keep_views
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class LongDraftWorker(BaseSpecWorker):
             self.step.graphs = graphs = TargetGraphs(self.runner, made)
             widths = {1, *(shape.places for shape in self.shapes)} if self.shapes else set()
             if isinstance(self.step, ViewStep):
-                widths.add(self.step.chain)
+                widths |= {self.step.chain, *(self.step.chain + room for room in rooms(self.settings.pending))}
             for width in sorted(widths):
                 graphs.add(width)
             self.drafter.use_graphs(made.capture_bs, [shape for shape in self.shapes if shape.depth])

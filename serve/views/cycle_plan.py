@@ -9,9 +9,14 @@ from dataclasses import dataclass, field
 from longdraft.serve.settings import ServeSettings
 from longdraft.serve.views.round_choice import RoundChoice
 
-SHARE_BLEND = 0.15  # of the newest cycle in a request's share of confirmed tokens
+SHARE_BLEND = 0.05  # of the newest cycle in a request's share of confirmed tokens
 CHANCE_BLEND = 0.01  # of one token in the chance of tokens to be confirmed
 PAUSE = 16  # cycles for which a request that confirms badly reads its whole cache
+
+
+def rooms(pending: int) -> list[int]:
+    """Numbers of pending tokens that last verifications are made for, ascending: each a shape of its own on a card."""
+    return sorted({pending * 2 // 5, pending * 3 // 5, pending} - {0})
 
 
 @dataclass
@@ -53,13 +58,13 @@ class CyclePlan:
         rounds: partial rounds before the last verification.
         full: of each request, whether the last verification reads its whole cache, and so computes pending tokens anew.
         everything: of each request, whether its partial rounds read its whole cache too.
-        wide: whether the last verification has room for pending tokens.
+        room: pending tokens that the last verification has room for; 0 for a chain's.
     """
 
     rounds: int
     full: tuple[bool, ...]
     everything: tuple[bool, ...]
-    wide: bool
+    room: int
 
 
 class CyclePlanner:
@@ -74,6 +79,7 @@ class CyclePlanner:
             choice: of the number of partial rounds.
         """
         self.settings, self.chain, self.choice = settings, chain, choice
+        self.rooms = rooms(settings.pending)
         self.prefill_waits = False
 
     def plan(self, ledgers: Sequence[Ledger], modes: Sequence[str], lengths: Sequence[int]) -> CyclePlan:
@@ -87,13 +93,19 @@ class CyclePlanner:
         everything = tuple(mode in ("full", "off") or ledger.paused > 0 for mode, ledger in both)
         if "exact" not in modes:
             full = tuple(mode != "partial" or self._due(ledger) for mode, ledger in both)
-            wide = any(f and mode == "partial" for f, mode in zip(full, modes, strict=True))
-            return CyclePlan(0, full, everything, wide)
+            refreshed = any(f and mode == "partial" for f, mode in zip(full, modes, strict=True))
+            return CyclePlan(0, full, everything, self.settings.pending if refreshed else 0)
         on_view = [
             ledger for (mode, ledger), all_ in zip(both, everything, strict=True) if mode == "exact" and not all_
         ]
         rounds = self._rounds(on_view, lengths)
-        return CyclePlan(rounds, (True,) * len(both), everything, rounds > 0 or "partial" in modes)
+        room = self.settings.pending if "partial" in modes else self._room(rounds)
+        return CyclePlan(rounds, (True,) * len(both), everything, room)
+
+    def _room(self, rounds: int) -> int:
+        """For what so many rounds usually gain: every token more costs the last verification a row of each request."""
+        usual = round(rounds * self.choice.gain)
+        return 0 if not rounds else next((room for room in self.rooms if room >= usual), self.settings.pending)
 
     def _due(self, ledger: Ledger) -> bool:
         """Whether one more partial round could leave more pending than may be, or than is wanted."""

@@ -79,9 +79,9 @@ def test_gains_are_learned() -> None:
 
 def test_exact_and_full_requests_end_every_cycle_with_a_full_verification() -> None:
     plan = planner(rounds=2).plan([Ledger(9000, 9000)] * 3, ["exact", "full", "off"], [9000] * 3)
-    assert plan.rounds == 2 and plan.wide and plan.full == (True,) * 3
+    assert plan.rounds == 2 and plan.room == 8 and plan.full == (True,) * 3
     assert plan.everything == (False, True, True)
-    assert not planner(rounds=0).plan([Ledger(9000, 9000)], ["exact"], [9000]).wide
+    assert not planner(rounds=0).plan([Ledger(9000, 9000)], ["exact"], [9000]).room
 
 
 def test_one_round_while_a_prefill_waits() -> None:
@@ -115,7 +115,7 @@ def test_a_refresh_is_not_forced_on_requests_that_need_none() -> None:
     made = planner(mode="partial")
     full, fresh = Ledger(9000, 8982), Ledger(500, 500)
     plan = made.plan([full, fresh], ["partial", "partial"], [9000, 500])
-    assert plan.full == (True, False) and plan.wide
+    assert plan.full == (True, False) and plan.room == 20
 
 
 def test_a_narrow_choice_asks_for_a_refresh() -> None:
