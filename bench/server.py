@@ -56,10 +56,7 @@ class Server:
 
     def __enter__(self) -> "Server":
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                self.command, env=self.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        self.process = self._start()
         try:
             self._wait_until_up()
         except BaseException:
@@ -69,6 +66,12 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self.log.open("w") as log:
+            return subprocess.Popen(
+                self.command, env=self.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def _wait_until_up(self, seconds: float = 300) -> None:
         end = time.monotonic() + seconds

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from warm_python import CPU, warm
+
 from longdraft.bench.server import Server
 
 CPU_ARGUMENTS = [
@@ -42,8 +44,25 @@ class HttpError(Exception):
         self.status, self.text = status, text
 
 
+class WarmServer(Server):
+    """Starts in a Python that has imported SGLang already."""
+
+    def _start(self) -> Any:
+        return warm.start(self.command[1:], self.environment, self.log)
+
+
 class ServerProcess:
-    """SGLang on a free port, up when its context is entered, every process of it ended on exit."""
+    """SGLang on a free port, up when its context is entered, every process of it ended on exit.
+
+    Args:
+        model: its folder.
+        arguments: more of SGLang's.
+        log: file for its output.
+        environment: added to this process's.
+        max_total_tokens: slots of its cache.
+        overlap: whether SGLang's overlap schedule is on.
+        cold: start as a user does, with nothing imported before.
+    """
 
     def __init__(
         self,
@@ -53,13 +72,16 @@ class ServerProcess:
         environment: dict[str, str] | None = None,
         max_total_tokens: int = 40000,
         overlap: bool = False,
+        cold: bool = False,
     ) -> None:
         common = [a for a in CPU_ARGUMENTS if not (overlap and a == "--disable-overlap-schedule")]
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *common]
         command += ["--max-total-tokens", str(max_total_tokens), *arguments]
-        fixed = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "longdraft"}
+        fixed = {**CPU, "SGLANG_PLUGINS": "longdraft"}
         threads = {"OMP_NUM_THREADS": os.environ["OMP_NUM_THREADS"]}
-        self.server = Server("test", command, log, {**fixed, **threads, **(environment or {})})
+        self.server = (Server if cold else WarmServer)(
+            "test", command, log, {**fixed, **threads, **(environment or {})}
+        )
         self.log = log
 
     @property
@@ -77,6 +99,11 @@ class ServerProcess:
     @property
     def alive(self) -> bool:
         return self.server.process.poll() is None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether SGLang prepares a round while the one before runs."""
+        return not json.loads(self.get("/get_server_info"))["disable_overlap_schedule"]
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 300) -> Any:
         """JSON answer of a POST, or :class:`HttpError`."""

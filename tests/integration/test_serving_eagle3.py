@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from server_process import CPU_ARGUMENTS, STRICT, HttpError, ServerProcess, counters, tokens
-from tiny import tiny_model
-from tiny_draft import known_prompts, train_tiny_eagle3
+from tiny_draft import known_prompts
 from transformers import AutoModelForCausalLM
 
 from longdraft.draft_models.checkpoint import load_draft
@@ -42,10 +41,8 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("eagle3")
-    target = tiny_model("llama", root / "target", num_hidden_layers=5)
-    return target, train_tiny_eagle3(target, root / "draft")
+def folders(deep_target: Path, deep_eagle3: Path) -> tuple[Path, Path]:
+    return deep_target, deep_eagle3
 
 
 @pytest.fixture(scope="module")

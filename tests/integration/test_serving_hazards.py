@@ -3,8 +3,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from server_process import CPU_ARGUMENTS, SPECULATIVE, STRICT, HttpError, ServerProcess, counters, tokens
 from tiny_draft import known_prompts
+from warm_python import CPU, warm
 
 KNOWN = [p.tolist() for p in known_prompts()]
 LONG = {"max_new_tokens": 60, "ignore_eos": True}
@@ -74,7 +73,7 @@ def test_a_request_whose_first_token_cannot_be_chosen_fails_alone(plain: ServerP
 
 @pytest.fixture(scope="module")
 def poisoned(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A draft with NaN weights, little memory and a short context."""
+    """A draft with NaN weights, little memory and a short context; started cold."""
     folder = copy_draft(tiny_draft, tmp_path_factory.mktemp("poisoned") / "draft")
     weights = load_file(folder / "model.safetensors")
     weights["mlp.down_proj.weight"][:] = float("nan")
@@ -89,7 +88,7 @@ def poisoned(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempP
     ]
     arguments += ["--schedule-conservativeness", "0.05"]  # admits more than fits, so that requests are retracted
     log = tmp_path_factory.mktemp("poisoned") / "log"
-    with ServerProcess(tiny_target, arguments, log, STRICT, max_total_tokens=900, overlap=True) as server:
+    with ServerProcess(tiny_target, arguments, log, STRICT, 900, overlap=True, cold=True) as server:
         yield server
 
 
@@ -115,11 +114,12 @@ def test_rows_near_the_context_limit(plain: ServerProcess, poisoned: ServerProce
 
 def test_retraction_changes_nothing(plain: ServerProcess, poisoned: ServerProcess) -> None:
     prompts = [random.Random(i).choices(range(256), k=50) for i in range(8)]
-    params = {"max_new_tokens": 150, "ignore_eos": True}
-    penalised = {**params, "frequency_penalty": 0.2}
-    want = [tokens(plain.generate(p, penalised if i % 2 else params)) for i, p in enumerate(prompts)]
-    with ThreadPoolExecutor(8) as pool:
-        got = list(pool.map(lambda i: poisoned.generate(prompts[i], penalised if i % 2 else params), range(8)))
+    params = {"temperature": 0, "max_new_tokens": 150, "ignore_eos": True}
+    each = [{**params, "frequency_penalty": 0.2 * (i % 2)} for i in range(8)]
+    want = [tokens(plain.generate(p, e)) for p, e in zip(prompts, each, strict=True)]
+    got = poisoned.post(
+        "/generate", {"input_ids": prompts, "sampling_params": each}
+    )  # at once, however busy the machine
     assert [tokens(a) for a in got] == want
     assert sum(a["meta_info"]["num_retractions"] for a in got) > 0, "memory was meant to run short"
     assert poisoned.idle_slots() == 900
@@ -160,28 +160,16 @@ def test_a_cache_flush_between_requests(plain: ServerProcess, drafted: ServerPro
     assert tokens(again) == want and again["meta_info"]["cached_tokens"] == 0
 
 
-def refused(target: Path, *arguments: str) -> str:
+def refused(target: Path, log: Path, *arguments: str) -> str:
     """The one line with which a start that must fail ends."""
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(target), "--port", "1", *CPU_ARGUMENTS]
-    environment = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_PLUGINS": "longdraft"}
-    ended = subprocess.run(
-        [*command, *SPECULATIVE, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **environment},
-    )
-    assert ended.returncode == 2, ended.stderr[-2000:]
-    assert "Traceback" not in ended.stderr
-    errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    command = ["-m", "sglang.launch_server", "--model-path", str(target), "--port", "1", *CPU_ARGUMENTS]
+    environment = {**os.environ, **CPU, "SGLANG_PLUGINS": "longdraft"}
+    ended = warm.start([*command, *SPECULATIVE, *arguments], environment, log)
+    text = log.read_text() if ended.wait(120) == 2 else pytest.fail(log.read_text()[-2000:])
+    assert "Traceback" not in text
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     return errors[0]
-
-
-def refusals(target: Path, starts: list[list[str]]) -> list[str]:
-    """Of several starts at once: each takes seconds to import SGLang."""
-    with ThreadPoolExecutor(len(starts)) as pool:
-        return list(pool.map(lambda arguments: refused(target, *arguments), starts))
 
 
 def test_drafts_that_do_not_fit_end_the_start_in_one_line(tiny_target: Path, tiny_draft: Path, tmp_path: Path) -> None:
@@ -191,14 +179,17 @@ def test_drafts_that_do_not_fit_end_the_start_in_one_line(tiny_target: Path, tin
     wrong = copy_draft(tiny_draft, tmp_path / "wrong")
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
-    folders = [["--speculative-draft-model-path", str(folder)] for folder in (tmp_path, truncated, wrong)]
-    missing, damaged, unlike = refusals(tiny_target, folders)
+    missing, damaged, unlike = (
+        refused(tiny_target, tmp_path / "log", "--speculative-draft-model-path", str(folder))
+        for folder in (tmp_path, truncated, wrong)
+    )
     assert "config.json" in missing and "give a folder" in missing
     assert "model.safetensors is damaged" in damaged and "copy or export" in damaged
     assert "hidden_size=128, the target has 64" in unlike and "trained for this target" in unlike
 
 
-def test_flags_that_cannot_be_served_end_the_start_in_one_line(tiny_target: Path) -> None:
-    pages, sessions = refusals(tiny_target, [["--page-size", "32"], ["--enable-streaming-session"]])
+def test_flags_that_cannot_be_served_end_the_start_in_one_line(tiny_target: Path, tmp_path: Path) -> None:
+    pages = refused(tiny_target, tmp_path / "log", "--page-size", "32")
+    sessions = refused(tiny_target, tmp_path / "log", "--enable-streaming-session")
     assert "--page-size 32" in pages and "use 1 or 16" in pages
     assert "--enable-streaming-session" in sessions

@@ -1,6 +1,5 @@
 """The overlap schedule changes no token, no count and no end of a request, also beside requests for which it has to wait (V1, S3)."""
 
-import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,11 +8,9 @@ from typing import Any
 
 import pytest
 from server_process import SPECULATIVE, STRICT, ServerProcess, counters, tokens
-from tiny import tiny_model
-from tiny_draft import known_prompts, train_tiny_eagle3
+from tiny_draft import known_prompts
 
 KNOWN = [p.tolist() for p in known_prompts()]
-SLOTS = 1500
 
 
 @pytest.fixture(scope="module")
@@ -22,31 +19,6 @@ def waiting(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPa
     arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(tiny_draft)]
     with ServerProcess(tiny_target, arguments, tmp_path_factory.mktemp("waiting") / "log", STRICT) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def eagle3_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("llama", tmp_path_factory.mktemp("eagle3") / "target", num_hidden_layers=5)
-
-
-@pytest.fixture(scope="module")
-def eagle3(eagle3_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """An EAGLE-3 draft with little memory, so that requests are retracted and prefixes evicted."""
-    root = tmp_path_factory.mktemp("eagle3")
-    draft = train_tiny_eagle3(eagle3_target, root / "draft")
-    arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(draft), "--schedule-conservativeness", "0.05"]
-    with ServerProcess(eagle3_target, arguments, root / "log", STRICT, max_total_tokens=SLOTS, overlap=True) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def eagle3_plain(eagle3_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with ServerProcess(eagle3_target, [], tmp_path_factory.mktemp("eagle3_plain") / "log") as server:
-        yield server
-
-
-def overlaps(server: ServerProcess) -> bool:
-    return not json.loads(server.get("/get_server_info"))["disable_overlap_schedule"]
 
 
 KINDS: list[dict[str, Any]] = [
@@ -64,7 +36,7 @@ KINDS: list[dict[str, Any]] = [
 
 
 def test_one_request_after_the_other_is_counted_alike(drafted: ServerProcess, waiting: ServerProcess) -> None:
-    assert overlaps(drafted) and not overlaps(waiting)
+    assert drafted.overlaps and not waiting.overlaps
     for number, kind in enumerate(KINDS):
         params = {"max_new_tokens": 50, **kind}
         got, want = (server.generate(KNOWN[number], params) for server in (drafted, waiting))
@@ -99,30 +71,3 @@ def test_logprobs_stay_with_their_tokens(plain: ServerProcess, drafted: ServerPr
     assert [x[1] for x in got["output_token_logprobs"]] == [x[1] for x in want["output_token_logprobs"]]
     flat, mine = ([x[0] for row in a["output_top_logprobs"] for x in row] for a in (want, got))
     assert mine == pytest.approx(flat, abs=1e-4)
-
-
-def test_eagle3_drafts_with_retractions_and_aborts(eagle3_plain: ServerProcess, eagle3: ServerProcess) -> None:
-    assert overlaps(eagle3)
-    prompts = [random.Random(i).choices(range(256), k=60) for i in range(4)] + KNOWN[:4]
-    params = {"max_new_tokens": 280, "ignore_eos": True}
-    want = [tokens(eagle3_plain.generate(p, params)) for p in prompts]
-    for _ in range(4):  # on a busy machine requests may come one after the other, and memory does for them
-        with ThreadPoolExecutor(8) as pool:
-            got = list(pool.map(lambda p: eagle3.generate(p, params), prompts))
-        assert [tokens(a) for a in got] == want
-        if retractions := sum(a["meta_info"]["num_retractions"] for a in got):
-            break
-    assert retractions > 0, "memory was meant to run short"
-    assert sum(counters(a)["accepted"] for a in got) > 0
-
-    def hang_up(number: int) -> None:
-        for chunk in eagle3.stream(prompts[number % 8], {"max_new_tokens": 200, "ignore_eos": True}):
-            if len(tokens(chunk)) > number:
-                return
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(hang_up, range(24)))
-    assert eagle3.idle_slots() == SLOTS
-    answers = [eagle3.generate(prompts[0], params) for _ in range(2)]  # what was cached before may be evicted by now
-    assert [tokens(a) for a in answers] == [want[0]] * 2 and answers[1]["meta_info"]["cached_tokens"] > 0
-    assert "Traceback" not in eagle3.log.read_text()

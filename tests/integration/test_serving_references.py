@@ -85,7 +85,7 @@ def test_a_session_goes_on_where_it_was(plain: ServerProcess, drafted: ServerPro
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The real model under SGLang's own command, no draft given: the lookup drafter."""
     arguments = ["--speculative-algorithm", "LONGDRAFT", "--speculative-num-steps", "4"]
-    server = ServerProcess(demo_model_folder(), arguments, tmp_path_factory.mktemp("smollm2") / "log")
+    server = ServerProcess(demo_model_folder(), arguments, tmp_path_factory.mktemp("smollm2") / "log", cold=True)
     server.command[:3] = [str(Path(sys.executable).with_name("sglang")), "serve"]
     with server:
         yield server
@@ -98,7 +98,7 @@ def test_a_real_model_gains_from_lookup_and_says_the_same(smollm2: ServerProcess
     source = Path(random.__file__).read_text()
     chat = [{"role": "user", "content": "Name three colours."}]
     rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    prompts = [tokenizer(source).input_ids[:1100], tokenizer(rendered, add_special_tokens=False).input_ids]
+    prompts = [tokenizer(source).input_ids[:700], tokenizer(rendered, add_special_tokens=False).input_ids]
     accepted = 0
     for ids in prompts:
         got = smollm2.generate(ids, {"max_new_tokens": 40, "ignore_eos": True})
@@ -126,7 +126,8 @@ def test_a_json_schema_on_a_real_tokenizer(smollm2: ServerProcess) -> None:
 def test_longdraft_serve_is_the_same_server(
     plain: ServerProcess, tiny_target: Path, tiny_draft: Path, tmp_path: Path
 ) -> None:
-    server = ServerProcess(tiny_target, ["--draft", str(tiny_draft), "--steps", "3", "--mode", "off"], tmp_path / "log")
+    arguments = ["--draft", str(tiny_draft), "--steps", "3", "--mode", "off"]
+    server = ServerProcess(tiny_target, arguments, tmp_path / "log", cold=True)
     server.command[1:3] = ["-m", "longdraft.cli", "serve"]
     server.command[:] = [w for w in server.command if w not in CPU_ARGUMENTS]  # it knows what a CPU needs
     params = {"max_new_tokens": 30, "ignore_eos": True}
