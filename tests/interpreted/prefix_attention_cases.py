@@ -51,8 +51,8 @@ def test_any_batch_however_the_line_is_cut(seed: int, monkeypatch: pytest.Monkey
 
 
 def test_rows_beyond_a_tile_take_several() -> None:
-    """128 rows a request, of which each tile holds 16 packed ones, beside a request of one row."""
-    check(make_prefix_case([20, 33], [128, 1], heads=2, kv_heads=1, size=16))
+    """37 rows of two heads in tiles of 16, beside a request of one row."""
+    check(make_prefix_case([20, 33], [37, 1], heads=2, kv_heads=1, size=16))
 
 
 @pytest.mark.parametrize("queries", [torch.bfloat16, torch.float16], ids=str)
