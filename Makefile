@@ -1,5 +1,5 @@
 # make demo      train a draft on the CPU, serve with and without it, write demo/report.json and demo/report.png
-# make test      lint, then all tests that need no GPU
+# make test      lint, then all tests that need no GPU, in two processes (WORKERS=2)
 # make lint      ruff, mypy, import-linter
 # make gpu-test  tests that need a GPU
 # The environment (.venv) is made on the first call and again when pyproject.toml changes.
@@ -9,6 +9,7 @@ BIN    := $(VENV)/bin
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name) 2>/dev/null)))
 STAMP  := $(VENV)/.made
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test lint gpu-test clean
@@ -36,8 +37,9 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+# Whole files go to the next free worker: fixtures of a file start servers.
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
