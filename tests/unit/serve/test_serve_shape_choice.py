@@ -93,6 +93,12 @@ def test_a_dumped_table_is_loaded(tmp_path: Path) -> None:
 GOOD = {"batches": [1, 4], "ms": {"chain0": [1, 2], "chain1": [1.5, 3]}}
 
 
+@pytest.fixture
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table's path is short: messages shorten long ones."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("data", "pattern"),
     [
@@ -115,17 +121,19 @@ GOOD = {"batches": [1, 4], "ms": {"chain0": [1, 2], "chain1": [1.5, 3]}}
         ({**GOOD, "batches": list(range(9, 4000))}, r"ms.chain0 is \[1, 2\]: give 3991"),
     ],
 )
-def test_a_broken_table_is_refused_with_field_value_and_remedy(tmp_path: Path, data: Any, pattern: str) -> None:
-    path = tmp_path / "costs.json"
+@pytest.mark.usefixtures("in_a_folder")
+def test_a_broken_table_is_refused_with_field_value_and_remedy(data: Any, pattern: str) -> None:
+    path = Path("costs.json")
     path.write_text(data if isinstance(data, str) else json.dumps(data))
-    with pytest.raises(UserError, match=f"tree_costs='.*costs.json'.*{pattern}") as error:
+    with pytest.raises(UserError, match=f"tree_costs='costs.json'.*{pattern}") as error:
         CostTable.load(str(path), ["chain0", "chain1"])
     assert len(str(error.value)) < 500
 
 
-def test_a_missing_table_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"tree_costs='.*none.json' cannot be read \(No such file"):
-        CostTable.load(str(tmp_path / "none.json"), [])
+@pytest.mark.usefixtures("in_a_folder")
+def test_a_missing_table_is_refused() -> None:
+    with pytest.raises(UserError, match=r"tree_costs='none.json' cannot be read \(No such file"):
+        CostTable.load("none.json", [])
 
 
 @pytest.mark.parametrize("tree", ["chain", "4,4"])
