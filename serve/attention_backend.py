@@ -45,6 +45,7 @@ class LongDraftAttention(AttentionBackend):
         self.table = table
         self.static: StaticPlan | None = None
         self.tree_widths: frozenset[int] = frozenset()  # new tokens of a request where graphs verify trees
+        self.columns: int | None = None
         self.tap = QueryTap((), 0)  # what chooses views wants queries
         self.captured_hidden = CaptureHiddenMode.NULL  # what graphs of verifications keep for a draft
         self.stock = stock
@@ -55,10 +56,11 @@ class LongDraftAttention(AttentionBackend):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["stock"], name)
 
-    def sibling(self) -> "LongDraftAttention":
-        """The same for graphs of another width, with static buffers of its own."""
+    def sibling(self, columns: int | None = None) -> "LongDraftAttention":
+        """The same for graphs of another width, with static buffers of its own; ``columns`` of a page list, None: a row's."""
         made = LongDraftAttention(self.stock, self.pool, self.prefix_backend, self.table, self.scales)
         made.captured_hidden, made.tree_widths, made.tap = self.captured_hidden, self.tree_widths, self.tap
+        made.columns = columns
         return made
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -71,7 +73,7 @@ class LongDraftAttention(AttentionBackend):
         """SGLang's decode graphs are of verifications alone, so the stock backend needs no buffers for them."""
         assert self.table is not None and max_num_tokens % max_bs == 0
         width = max_num_tokens // max_bs
-        columns, trees = self.table.shape[1], width in self.tree_widths
+        columns, trees = self.columns or self.table.shape[1], width in self.tree_widths
         self.static = StaticPlan(max_bs, width, columns, self.table.device, trees)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

@@ -87,9 +87,9 @@ class DecodeStep:
             runs = self._keep(batch, drafts, seen)
             return self._result(batch, runs, seen)
 
-    def _graph_width(self, requests: int, rows: int) -> int | None:
-        """Rows a request of the graphs that verify so many; None: without graphs."""
-        return None if self.graphs is None else self.graphs.select(requests, rows)
+    def _graph_width(self, requests: int, rows: int, view: bool = False) -> int | None:
+        """Rows a request of the graphs that verify so many, over views or whole caches; None: without graphs."""
+        return None if self.graphs is None else self.graphs.select(requests, rows, view)
 
     def mode_of(self, req: Any) -> str:
         """The request's mode, read once; its counters are attached with it."""

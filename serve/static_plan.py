@@ -49,7 +49,7 @@ class StaticPlan:
             longest: none of them is larger; columns behind it and its chain keep what they held.
             bits_TW: of the batch's trees; None for chains.
         """
-        size, used = len(row_B), min(longest + self.width, table.shape[1])
+        size, used = len(row_B), min(longest + self.width, table.shape[1], self.pages_BW.shape[1])
         self.pages_BW[:size, :used] = table[row_B, :used].to(torch.int32)
         self.lens_B[:size] = lens_B
         if self.bits_TW is None:

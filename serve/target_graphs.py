@@ -19,24 +19,35 @@ class TargetGraphs:
             first: its set.
         """
         self.runner = runner
-        self.sets: dict[int, Any] = {first.num_tokens_per_bs: first}
+        self.sets: dict[tuple[int, bool], Any] = {(first.num_tokens_per_bs, False): first}
 
-    def add(self, width: int) -> None:
-        """Capture a set for ``width`` new tokens a request, at SGLang's own batch sizes."""
-        if width not in self.sets:
-            backend = self.runner.attn_backend.sibling()
-            self.sets[width] = DecodeCudaGraphRunner(
+    def add(self, width: int, columns: int | None = None) -> None:
+        """Capture a set for ``width`` new tokens a request, at SGLang's own batch sizes.
+
+        Args:
+            width: new tokens.
+            columns: cached tokens at most that a request's view has, of a set that verifies on views: attention kernels split their
+                work by how long a page list may be. None: a set for whole caches.
+        """
+        key = width, columns is not None
+        if key not in self.sets:
+            backend = self.runner.attn_backend.sibling(columns)
+            self.sets[key] = DecodeCudaGraphRunner(
                 self.runner, attn_backend=backend, speculative_num_draft_tokens=width
             )
 
-    def select(self, requests: int, rows: int) -> int | None:
+    def select(self, requests: int, rows: int, view: bool = False) -> int | None:
         """Have the next verification replay the narrowest set that holds ``rows`` new tokens of each request.
+
+        Args:
+            requests, rows: of the verification.
+            view: whether it reads views.
 
         Returns:
             Its new tokens a request, to which rows must be padded; None where no graph holds the batch.
         """
-        width = min((w for w in self.sets if w >= rows), default=None)
-        if width is None or requests > self.sets[width].max_bs:
+        width = min((w for w, of_views in self.sets if w >= rows and of_views == view), default=None)
+        if width is None or requests > self.sets[width, view].max_bs:
             return None
-        self.runner.decode_cuda_graph_runner = self.sets[width]
+        self.runner.decode_cuda_graph_runner = self.sets[width, view]
         return width

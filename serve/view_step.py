@@ -36,6 +36,8 @@ from longdraft.serve.views.view_state import ViewState
 
 logger = logging.getLogger(__name__)
 
+UNUSED = 8  # times as rarely a view is chosen that no partial round reads
+
 
 @dataclass(frozen=True)
 class Ready:
@@ -44,12 +46,14 @@ class Ready:
     Attributes:
         running: the batch behind everything that was gained on views.
         gained_B: tokens that each request gained on its view in this cycle.
+        first_B: those of the first partial round, of requests that could gain a whole chain in it; 0 of others.
         lead_B: tokens pending from earlier cycles that the last verification computes anew.
         drafts: behind what was gained.
     """
 
     running: Running
     gained_B: torch.Tensor
+    first_B: torch.Tensor
     lead_B: torch.Tensor
     drafts: Drafts
 
@@ -138,15 +142,14 @@ class ViewStep(DeviceStep):
         running = Running(roster.rids, row_B, table_RW, batch.seq_lens, self.newest_R[row_B])
         none_B, lead_B = torch.zeros_like(running.length_B), running.length_B - self.views.exact_R[row_B]
         self.views.remember(row_B, running.length_B, running.newest_B[:, None])
-        ready = Ready(running, none_B, lead_B, self._no_drafts(len(row_B), running))
+        ready = Ready(running, none_B, none_B, lead_B, self._no_drafts(len(row_B), running))
         self._verify_last(batch, roster, running, ready, self.stride, None)
 
     def _learn(self, reqs: list[Any], more: Any, gained: list[int]) -> None:
-        plan, facts_3B = more
-        proposed, confirmed, doubtful = facts_3B.tolist()
-        on_view = [p for p, all_ in zip(proposed, plan.everything, strict=True) if not all_]
-        if on_view:
-            self.planner.choice.gained(sum(on_view) / len(on_view), plan.rounds)
+        plan, facts_4B = more
+        proposed, confirmed, doubtful, first = facts_4B.tolist()
+        for tokens in first:
+            self.planner.choice.gained(tokens)
         for b, req in enumerate(reqs):
             if req.finished() or req.is_retracted:
                 continue
@@ -181,11 +184,11 @@ class ViewStep(DeviceStep):
             last = self._verify_bare(batch, roster, running)
             width = last.id_BK.shape[1] + 1
         gained = self._gain(roster, last)
-        facts_3B = torch.stack(
-            [ready.gained_B, torch.minimum(last.kept_B, ready.gained_B), self._doubtful(plan, last, gained)]
-        )
+        confirmed_B, doubtful_B = torch.minimum(last.kept_B, ready.gained_B), self._doubtful(plan, last, gained)
+        first_B = torch.where(full_B, ready.first_B, gained.count_B)
+        facts_4B = torch.stack([ready.gained_B, confirmed_B, doubtful_B, first_B])
         self.planner.launched(ledgers, plan)
-        self._launch(roster, last.limit_B - last.lead_B, (plan, facts_3B))
+        self._launch(roster, last.limit_B - last.lead_B, (plan, facts_4B))
         with self.clock.phase("keep"):
             row_B, exact_B = running.row_B, running.length_B + gained.count_B
             self.views.remember(row_B, running.length_B + 1, gained.id_BN)
@@ -213,20 +216,28 @@ class ViewStep(DeviceStep):
     ) -> Ready:
         """The partial rounds of a cycle, and drafts behind them."""
         at, gained_B = running, torch.zeros_like(running.length_B)
+        first_B, at_first = gained_B, True
         lead_B = (running.length_B - self.views.exact_R[running.row_B]) * full_B
         for _ in range(plan.rounds):
             try:
                 left_B = plan.room - lead_B - gained_B
                 more_B, at = self._partial_round(batch, roster, at, left_B, everything_B)
+                if at_first:
+                    whole_B = roster.end_B - 2 - running.length_B >= self.chain
+                    first_B, at_first = more_B * whole_B, False
             except Exception:
                 logger.exception("longdraft: a partial round failed, what there is of its cycle is verified")
                 break
             gained_B = gained_B + more_B
         with self.clock.phase("draft"):
             drafts = self._draft(roster, self._reading(at))
+        if not all(plan.full):  # what a partial verification gains stays pending
+            left_B = (self.settings.pending - 1 - running.length_B + self.views.exact_R[running.row_B]).clamp_min(0)
+            limit_B = torch.where(full_B, drafts.limit_B, torch.minimum(drafts.limit_B, left_B))
+            drafts = Drafts(drafts.id_BK, limit_B)
         if plan.room:
             self.views.remember(at.row_B, at.length_B + 1, drafts.id_BK)
-        return Ready(at, gained_B, lead_B, drafts)
+        return Ready(at, gained_B, first_B, lead_B, drafts)
 
     def _partial_round(
         self,
@@ -242,7 +253,7 @@ class ViewStep(DeviceStep):
         end_B = (roster.end_B - 2).clamp_max(self.columns - 1)
         room_B = torch.minimum(end_B - at.length_B, left_B).clamp_min(0) * roster.drafts_B
         limit_B = torch.minimum(drafts.limit_B, (room_B - 1).clamp_min(0))
-        in_graph = self._graph_width(len(roster.reqs), self.chain) is not None
+        in_graph = self._graph_width(len(roster.reqs), self.chain, everything_B is None) is not None
         width = self.view_width if everything_B is None else self.columns
         view = self.views.pages(at, everything_B, min(width, self.columns), self.chain)
         given = drafts.id_BK, limit_B, roster.params, self.observer
@@ -290,7 +301,8 @@ class ViewStep(DeviceStep):
         limit_B = torch.minimum(ready.lead_B + ready.gained_B + drafts.limit_B, end_B.clamp(0, width - 1))
         limit_B = torch.maximum(limit_B, ready.lead_B)  # one that has ended, which the host does not know yet
         base = replace(running, length_B=start_B, newest_B=first_B)
-        in_graph = self._graph_width(len(roster.reqs), width) is not None
+        narrow = view is not None and view[0].shape[1] == self.view_width + width and width == self.chain
+        in_graph = self._graph_width(len(roster.reqs), width, narrow) is not None
         given = id_BK, limit_B, roster.params, self.observer
         seen = verify_running(self.target_worker, batch, roster.reqs, base, *given, in_graph, self.clock, view)
         return Last(seen, id_BK, limit_B, ready.lead_B, self._kept_last(seen, id_BK, limit_B, ready))
@@ -365,7 +377,8 @@ class ViewStep(DeviceStep):
         for req, mode, full in zip(roster.reqs, roster.modes, plan.full, strict=True):
             counters = stats.attach(req, mode)
             since = counters.verified_since_choice = counters.verified_since_choice + (full and mode in VIEWED)
-            due.append(full and mode in VIEWED and since >= self.settings.view_every)
+            every = self.settings.view_every * (1 if plan.room else UNUSED)
+            due.append(full and mode in VIEWED and since >= every)
             if due[-1]:
                 counters.verified_since_choice = 0
         if not any(due) or self.chooser.selector.once:

@@ -106,6 +106,8 @@ class LongDraftWorker(BaseSpecWorker):
                 widths |= {self.step.chain, *(self.step.chain + room for room in rooms(self.settings.pending))}
             for width in sorted(widths):
                 graphs.add(width)
+            if isinstance(self.step, ViewStep):
+                graphs.add(self.step.chain, self.step.view_width)
             self.drafter.use_graphs(made.capture_bs, [shape for shape in self.shapes if shape.depth])
             if isinstance(self.step, TreeStep):
                 width = 1 + max(shape.depth for shape in self.shapes)

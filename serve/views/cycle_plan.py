@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from longdraft.serve.settings import ServeSettings
 from longdraft.serve.views.round_choice import RoundChoice
 
-SHARE_BLEND = 0.05  # of the newest cycle in a request's share of confirmed tokens
+SHARE_BLEND = 0.1  # of the newest cycle in a request's share of confirmed tokens
 CHANCE_BLEND = 0.01  # of one token in the chance of tokens to be confirmed
 PAUSE = 16  # cycles for which a request that confirms badly reads its whole cache
 
@@ -26,7 +26,7 @@ class Ledger:
     Attributes:
         length: cached tokens after the rounds that the scheduler has processed.
         exact: leading ones among them that no partial verification wrote.
-        waiting: most tokens that each round can gain that it has not processed, oldest first; None for a full verification.
+        waiting: for each round that it has not processed, oldest first, whether it was a full verification.
         share: of tokens gained on a view, how many were confirmed.
         chance: of a token to be confirmed, where all before it were.
         paused: cycles that it still reads its whole cache.
@@ -35,19 +35,18 @@ class Ledger:
 
     length: int
     exact: int
-    waiting: list[int | None] = field(default_factory=list)
+    waiting: list[bool] = field(default_factory=list)
     share: float = 1.0
     chance: float = 0.95
     paused: int = 0
     doubtful: bool = False
 
-    @property
-    def pending(self) -> int:
-        """Most tokens that may be behind the last full verification when the next round starts."""
-        most = self.length - self.exact
-        for gain in self.waiting:
-            most = 0 if gain is None else most + gain
-        return most
+    def pending(self, gain: float) -> float:
+        """Tokens behind the last full verification when the next round starts, if rounds gain so many."""
+        known: float = self.length - self.exact
+        for full in self.waiting:
+            known = 0 if full else known + gain
+        return known
 
 
 @dataclass(frozen=True)
@@ -108,9 +107,15 @@ class CyclePlanner:
         return 0 if not rounds else next((room for room in self.rooms if room >= usual), self.settings.pending)
 
     def _due(self, ledger: Ledger) -> bool:
-        """Whether one more partial round could leave more pending than may be, or than is wanted."""
+        """Whether one more partial round would leave more pending than is wanted, as rounds usually gain.
+
+        Where one gains more, the device returns no more than there is room for, and at least one token: a chain's drafts are
+        left out of the full verification for every token that is pending beyond the room.
+        """
         most = min(self.settings.pending, self.settings.refresh_every or self.settings.pending)
-        return ledger.doubtful or ledger.pending + self.chain > max(most, self.chain)
+        usual = ledger.pending(self.choice.gain) + self.choice.gain
+        least = ledger.pending(1) + 1
+        return ledger.doubtful or usual > max(most, self.chain) or least > most + self.chain - 1
 
     def _rounds(self, on_view: Sequence[Ledger], lengths: Sequence[int]) -> int:
         most = self.settings.pending // self.chain
@@ -123,7 +128,7 @@ class CyclePlanner:
     def launched(self, ledgers: Sequence[Ledger], plan: CyclePlan) -> None:
         """A cycle of the batch is on its way."""
         for ledger, full in zip(ledgers, plan.full, strict=True):
-            ledger.waiting.append(None if full else self.chain)
+            ledger.waiting.append(full)
             ledger.paused = max(0, ledger.paused - 1)
             ledger.doubtful = ledger.doubtful and not full
 
@@ -141,9 +146,9 @@ class CyclePlanner:
         """
         if not ledger.waiting:  # it was computed anew since
             return False
-        partial = ledger.waiting.pop(0)
+        full = ledger.waiting.pop(0)
         ledger.length += gained
-        if partial is None:
+        if full:
             ledger.exact = ledger.length
         else:
             ledger.doubtful |= doubtful

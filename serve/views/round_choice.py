@@ -82,10 +82,10 @@ class RoundChoice:
             return True
         return self.cost(rounds, lengths) <= self.max_ms
 
-    def gained(self, tokens: float, rounds: int) -> None:
-        """So many tokens were gained on views in so many rounds."""
-        if rounds:
-            self.gain += BLEND * (tokens / rounds - self.gain)
+    def gained(self, tokens: int) -> None:
+        """A round gained so many tokens on a view, and could have gained a whole chain; 0 says nothing."""
+        if tokens:
+            self.gain += BLEND * (tokens - self.gain)
 
     def timed(self, ms: float, rounds: int, lengths: Sequence[int]) -> None:
         """A cycle took so long."""

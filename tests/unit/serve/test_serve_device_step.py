@@ -225,7 +225,8 @@ def test_a_verification_that_fails_is_repeated_one_by_one(behind: bool, tree: st
     assert list(good.output_ids) == plainly(make_request("x", 1, [1], max_new_tokens=6, ignore_eos=True))
     assert bad.finished_reason.to_json()["type"] == "abort"
     forgotten: list[str] = []
-    worker: Any = SimpleNamespace(drafter=SimpleNamespace(forget=forgotten.append))
+    step = SimpleNamespace(exact_of=lambda req: None)
+    worker: Any = SimpleNamespace(drafter=SimpleNamespace(forget=forgotten.append), step=step)
     for req in reqs:
         assert not hasattr(req, "skip_radix_cache_insert"), "a chunk of a prefill is kept without it"
         LongDraftWorker.prepare_for_kv_cache_release(worker, req)

@@ -260,7 +260,8 @@ def test_everything_but_verification_reaches_the_stock_backend() -> None:
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_target_verify=lambda: False))
     mine.init_forward_metadata(batch)
     mine.forward_decode()
-    mine.forward_extend(None, None, None, None, batch)
+    layer = SimpleNamespace(layer_id=0, tp_q_head_num=1, head_dim=4)
+    mine.forward_extend(torch.zeros(1, 4), None, None, layer, batch)
     assert heard == ["metadata", "decode", "extend"]
     assert mine.extra == 3
     assert mine.support_triton() is False
