@@ -34,6 +34,7 @@ ACCEPT = 4.0
 WINDOW = 4096
 CASES = {"b1_c32k": (1, 32_000), "b16_c32k": (16, 32_000), "b1_c125k": (1, 125_000)}
 VIEW = 4096  # tokens of a view, chosen anew behind every full verification
+GAP = 6  # times the usual step: what takes longer is a gap between two requests; a full verification among partial ones is not
 CONFIRMED = 0.95  # chance of a token of a partial round to be confirmed
 HEAD = 32_000  # rows of every draft's head
 CONTEXT = 130_000
@@ -188,7 +189,7 @@ def steady(lines: list[dict[str, Any]], batch: int, tokens_a_step: float) -> dic
     times = [
         line["wall_ms"] + line["gap_ms"] for line in lines if line["batch"] == batch and line["gap_ms"] is not None
     ]
-    usual = [ms for ms in times if ms < 3 * statistics.median(times)]  # a gap between two requests is no step
+    usual = [ms for ms in times if ms < GAP * statistics.median(times)]
     if not usual:
         return {}
     mean = sum(usual) / len(usual)

@@ -16,9 +16,15 @@ RESULTS = Path(__file__).resolve().parent / "results"
 SYSTEMS = {
     "eagle3": "SGLang, EAGLE-3",
     "longdraft": "longdraft `full`, LongSpec",
+    "longdraft_exact": "longdraft `exact`, LongSpec, views of 4,096",
+}
+EARLIER = {
+    "eagle3": "SGLang, EAGLE-3",
+    "longdraft": "longdraft `full`, LongSpec",
     "longdraft_eagle3": "longdraft `full`, EAGLE-3",
     "longdraft_sync": "longdraft `full`, LongSpec, no overlap",
 }
+STEADY = ("longdraft_exact",)  # requests that draw their own accept lengths: what the full batch does
 DRAFTS = {"longspec": "LongSpec", "eagle3": "EAGLE-3"}
 CASES = {"b1_c32k": "1 × 32K", "b16_c32k": "16 × 32K", "b1_c125k": "1 × 125K"}
 LENGTHS = (2, 8, 32)
@@ -41,17 +47,18 @@ def read(name: str) -> dict[str, Any]:
     return record
 
 
-def speed_table() -> str:
-    """Step time and tokens a second of mode ``full`` beside EAGLE-3."""
-    figures = read("full_mode_speed_h200")["figures"]
+def speed_table(name: str = "modes_speed_h200", systems: dict[str, str] = SYSTEMS) -> str:
+    """Step time and tokens a second beside SGLang's EAGLE-3 in one run."""
+    figures = read(name)["figures"]
     head = "| H200, Llama-8B shape, FA3, chain of 5, forced acceptance 4.0 | " + " | ".join(
         f"{c}: ms a step, tokens/s, to SGLang's" for c in CASES.values()
     )
     lines = [head + " |", "|---|" + "---|" * len(CASES)]
-    for key, label in SYSTEMS.items():
-        speed = {c: figures[f"{key}_tok_s_{c}"] for c in CASES}
+    for key, label in systems.items():
+        own = f"{key}_steady" if key in STEADY else key
+        speed = {c: figures[f"{own}_tok_s_{c}"] for c in CASES}
         cells = [
-            f"{figures[f'{key}_ms_step_{c}']:.1f}, {speed[c]:,.0f}, {speed[c] / figures[f'eagle3_tok_s_{c}']:.2f} ×"
+            f"{figures[f'{own}_ms_step_{c}']:.1f}, {speed[c]:,.0f}, {speed[c] / figures[f'eagle3_tok_s_{c}']:.2f} ×"
             for c in CASES
         ]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
@@ -136,6 +143,7 @@ def ablation_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "speed": speed_table,
+    "speed_earlier": lambda: speed_table("full_mode_speed_h200", EARLIER),
     "identity": identity_table,
     "tau": tau_table,
     "training": training_table,
