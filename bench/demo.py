@@ -14,7 +14,8 @@ from typing import Any
 
 from pydantic import Field
 
-from longdraft.bench import demo_report
+from longdraft.bench import demo_modes, demo_report
+from longdraft.bench.demo_modes import ask_modes, mode_line, mode_rows
 from longdraft.bench.demo_record import NAMES, Answers, best_draft, make_record
 from longdraft.bench.demo_text import Prompt, prompts
 from longdraft.bench.demo_training import train
@@ -83,10 +84,13 @@ def run(settings: DemoSettings, overrides: Sequence[str]) -> dict[str, Any]:
         console.print(demo_report.training_line(training), highlight=False)
     stage("three servers: SGLang, and SGLang with longdraft and each shipped draft")
     answers, best, pairs = compare(settings, folder, model, drafts, console)
+    stage("one server more: the modes on a longer prompt")
+    modes = compare_modes(settings, folder, model, drafts, best)
+    console.print(mode_line(modes, NAMES[best]), highlight=False)
     stage("the result")
     plain_settings = settings.model_dump(include={"new_tokens", "pairs"})
     steps = {kind: settings.chain(kind) for kind in drafts}
-    record = make_record(plain_settings, steps, answers, best, pairs, training)
+    record = make_record(plain_settings, steps, answers, best, pairs, training, modes)
     record["seconds"] = round(time.monotonic() - began)
     demo_report.write(record, folder)
     demo_report.show(record, console)
@@ -123,17 +127,27 @@ def compare(
             server.pause()
             console.print(f"{'SGLang' if name == PLAIN else f'SGLang with {NAMES[name]}'} is up", highlight=False)
         answers = []
-        for prompt in prompts():
-            answers.append(ask_all(all_servers, prompt, prompt.ids(tokenizer), settings.new_tokens))
+        for asked in prompts():
+            answers.append(ask_all(all_servers, asked, asked.ids(tokenizer), settings.new_tokens))
             same = "same tokens" if answers[-1].identical else "TOKENS DIFFER"
-            console.print(f"{prompt.name}: {same}", highlight=False)
+            console.print(f"{asked.name}: {same}", highlight=False)
         best = best_draft(answers)
         longest = max(answers, key=lambda a: len(a.ids))
         return answers, best, alternate(all_servers, best, longest.ids, settings, console)
 
 
-def make_servers(settings: DemoSettings, folder: Path, model: Path, drafts: dict[str, Path]) -> dict[str, Server]:
-    """The servers, alike in everything but the speculation; the plugin gives all the same prefill on a CPU."""
+def make_servers(
+    settings: DemoSettings, folder: Path, model: Path, drafts: dict[str, Path], more: Sequence[str] = ()
+) -> dict[str, Server]:
+    """The servers, alike in everything but the speculation; the plugin gives all the same prefill on a CPU.
+
+    Args:
+        settings: of the demo.
+        folder: for their logs.
+        model: the target.
+        drafts: folders by kind.
+        more: arguments of the servers with drafts.
+    """
     from longdraft.serve.launch import CPU_DEFAULTS, CPU_ENVIRONMENT, CPU_SWITCHES
 
     environment = {**CPU_ENVIRONMENT, "SGLANG_PLUGINS": "longdraft", "CUDA_VISIBLE_DEVICES": ""}
@@ -142,9 +156,22 @@ def make_servers(settings: DemoSettings, folder: Path, model: Path, drafts: dict
     shared = ["--model-path", str(model), *(word for pair in defaults.items() for word in pair), *CPU_SWITCHES]
     commands = {PLAIN: [sys.executable, "-m", "sglang.launch_server", *shared]}
     for kind, draft in drafts.items():
-        ours = ["--draft", str(draft), "--steps", str(settings.chain(kind))]
+        ours = ["--draft", str(draft), "--steps", str(settings.chain(kind)), *more]
         commands[kind] = [sys.executable, "-m", "longdraft.cli", "serve", *shared, *ours]
     return {name: Server(name, command, folder / f"{name}.log", environment) for name, command in commands.items()}
+
+
+def compare_modes(
+    settings: DemoSettings, folder: Path, model: Path, drafts: dict[str, Path], best: str
+) -> dict[str, Any]:
+    """All modes on one long prompt, with the better draft."""
+    from transformers import AutoTokenizer
+
+    ids = demo_modes.prompt().ids(AutoTokenizer.from_pretrained(model))
+    views = ["--mode", "exact", "--view-tokens", str(demo_modes.VIEW)]
+    server = make_servers(settings, folder, model, {best: drafts[best]}, views)[best]
+    with server:
+        return mode_rows(ask_modes(server, ids, settings.new_tokens), best)
 
 
 def ask_all(servers: Servers, prompt: Prompt, ids: list[int], new_tokens: int) -> Answers:
@@ -183,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"unknown argument {unknown[0]!r}: longdraft demo --help lists the options; a.b=value goes to the training"
         )
     record = run(settings, rest)
-    return 0 if record["checks"]["identical"] and record["checks"]["drafted"] else 1
+    return 0 if all(record["checks"][name] for name in ("identical", "drafted", "exact and full: identical")) else 1
 
 
 if __name__ == "__main__":

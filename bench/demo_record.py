@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
+from longdraft.bench.demo_modes import mode_checks
 from longdraft.bench.demo_text import Prompt
 from longdraft.bench.provenance import device_name, git_commit, versions
 from longdraft.bench.server import Generation
@@ -89,6 +90,7 @@ def make_record(
     best: str,
     pairs: Sequence[tuple[float, float]],
     training: dict[str, Any],
+    modes: dict[str, Any],
 ) -> dict[str, Any]:
     """The report: the project's form of a record, and the demo's figures by prompt.
 
@@ -99,6 +101,7 @@ def make_record(
         best: the draft that the pairs are of.
         pairs: tokens a second on the longest prompt, without and with it.
         training: facts of the short run; empty without one.
+        modes: of :func:`longdraft.bench.demo_modes.mode_rows`.
     """
     rows = [prompt_row(a) for a in answers]
     calm = [row for row in rows if not row["repetitive"]]
@@ -129,7 +132,9 @@ def make_record(
             "ratios": [round(r, 3) for r in ratios],
             "median_ratio": median,
         },
+        "modes": modes,
         "figures": {
+            **{f"modes_{mode}_tok_s": row["tok_s"] for mode, row in modes["rows"].items()},
             **{f"{kind}_tau": draft["tau"] for kind, draft in drafts.items()},
             "plain_tok_s": round(statistics.median(a for a, _ in pairs), 2),
             "longdraft_tok_s": round(statistics.median(b for _, b in pairs), 2),
@@ -139,6 +144,7 @@ def make_record(
             "identical": identical,
             "drafted": drafted,
             **reached,
+            **mode_checks(modes),
             f"faster at {LONG} tokens or more": context >= LONG and median > 1,
         },
         "prompts": rows,

@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from longdraft.bench.demo_modes import mode_line
 from longdraft.bench.demo_record import NAMES
 
 
@@ -63,6 +64,7 @@ def summary(record: dict[str, Any]) -> list[str]:
         f"pairs: {figures['plain_tok_s']:.1f} -> {figures['longdraft_tok_s']:.1f} tokens/s, ratio {speed['median_ratio']:.2f} "
         f"(pairs: {', '.join(f'{r:.2f}' for r in speed['ratios'])})"
     )
+    lines.append(mode_line(record["modes"], NAMES[record["modes"]["draft"]]))
     if record["training"]:
         lines.append(training_line(record["training"]))
     if any(p["repetitive"] for p in record["prompts"]):
@@ -103,7 +105,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    prompts, kinds, speed = record["prompts"], list(record["drafts"]), record["speed"]
+    prompts, kinds, speed, modes = record["prompts"], list(record["drafts"]), record["speed"], record["modes"]
     at, high = range(len(prompts)), 0.27
     labels = [f"{p['name']}\n{p['context_tokens']:,} tokens{' (loops)' if p['repetitive'] else ''}" for p in prompts]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 5), sharey=True, width_ratios=(3, 2))
@@ -127,7 +129,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
     equal = "the same tokens on all prompts" if record["identical"] else "TOKENS DIFFER"
     figure.suptitle(
         f"{record['settings']['model']} on {record['device']}: {equal};\n{NAMES[speed['draft']]} {speed['median_ratio']:.2f}× at "
-        f"{speed['context_tokens']:,} tokens (median of {len(speed['ratios'])} pairs)",
+        f"{speed['context_tokens']:,} tokens (median of {len(speed['ratios'])} pairs); at {modes['context_tokens']:,} full "
+        f"{modes['rows']['full']['ratio']:.2f}×, exact {modes['rows']['exact']['ratio']:.2f}×, partial {modes['rows']['partial']['ratio']:.2f}×",
         fontsize=10,
     )
     figure.tight_layout(rect=(0, 0.05, 1, 1))

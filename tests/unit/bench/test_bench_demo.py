@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 from tiny import tiny_draft, tiny_eagle3, tiny_target
 
-from longdraft.bench import demo, demo_report, demo_training
+from longdraft.bench import demo, demo_modes, demo_report, demo_training
 from longdraft.bench.demo import DemoSettings, Servers
+from longdraft.bench.demo_modes import ModeAnswers, ask_modes, mode_checks, mode_line, mode_rows
 from longdraft.bench.demo_record import TAU_EXPECTED, Answers, best_draft, make_record
 from longdraft.bench.demo_text import (
     HELD_OUT_MODULES,
@@ -70,13 +71,51 @@ def answers(name: str, length: int, tokens: list[int], other: list[int] | None =
 CALM = list(range(20))
 
 
+def modes(exact_speed: float = 16.0, exact_tokens: list[int] | None = None) -> dict[str, Any]:
+    answers = ModeAnswers([1] * 5200)
+    speeds = {"off": 10.0, "full": 12.0, "exact": exact_speed, "partial": 20.0}
+    for mode, speed in speeds.items():
+        own = {"exact": exact_tokens or CALM, "partial": [*CALM[:7], 99, *CALM[8:]]}.get(mode, CALM)
+        answers.found[mode] = [generation(own, speed * f, 15) for f in (0.5, 1.0, 3.0)]
+        answers.found[mode][0].counters.update(gained_on_view=40, confirmed=30)
+    return mode_rows(answers, "longspec")
+
+
+def test_modes_are_compared_by_their_middle_turns() -> None:
+    made = modes()
+    assert [made["rows"][m]["ratio"] for m in ("off", "full", "exact", "partial")] == [1.0, 1.2, 1.6, 2.0]
+    assert made["rows"]["partial"]["tokens_before_the_first_other"] == 7 and not made["rows"]["partial"]["identical"]
+    assert all(mode_checks(made).values())
+    line = mode_line(made, "LongSpec")
+    assert "exact 1.60×" in line and "30 of 40" in line and "7 of 20" in line
+    assert [passed for _, passed in mode_checks(modes(11.0)).items()] == [True, False]
+    assert [passed for _, passed in mode_checks(modes(16.0, [5])).items()] == [False, True]
+
+
+def test_the_prompt_of_the_modes_is_longer_than_the_others() -> None:
+    assert (demo_modes.prompt().tokens or 0) >= 5000
+
+
+def test_every_mode_is_asked_in_every_turn_and_another_one_first() -> None:
+    asked: list[str | None] = []
+
+    class Fake:
+        def generate(self, ids: list[int], new_tokens: int, mode: str | None = None) -> Generation:
+            asked.append(mode)
+            return generation(CALM, 1.0, 1)
+
+    found = ask_modes(Fake(), [1, 2, 3], 8)  # type: ignore[arg-type]
+    assert asked[0] is None and [asked[1 + 4 * turn] for turn in range(3)] == ["off", "full", "exact"]
+    assert all(len(found.found[mode]) == 3 for mode in ("off", "full", "exact", "partial"))
+
+
 @pytest.fixture
 def record() -> dict[str, Any]:
     asked = [answers("chat: summary", 50, CALM), answers("loops", 900, [3] * 20), answers("long", 4300, CALM)]
     asked[1].drafted["longspec"].counters["accepted"] = 30
     pairs = [(10.0, 11.0), (10.0, 13.0), (8.0, 6.0)]
     training = {"steps": 40, "tokens": 40000, "loss_before": 1.5, "loss_after": 1.4, "checkpoint": "c", "seconds": 60}
-    return make_record({"new_tokens": 64, "pairs": 3}, STEPS, asked, "longspec", pairs, training)
+    return make_record({"new_tokens": 64, "pairs": 3}, STEPS, asked, "longspec", pairs, training, modes())
 
 
 def test_the_record_pools_counts_by_draft_and_takes_the_median_of_the_pairs(record: dict[str, Any]) -> None:
@@ -99,7 +138,7 @@ def test_other_tokens_and_other_chat_texts_are_seen_for_either_draft() -> None:
     chat = answers("short", 50, [1, 2])
     chat.texts = ["a", "a", "b"]
     assert not chat.identical
-    record = make_record({}, STEPS, [differs], "eagle3", [(10.0, 9.0)], {})
+    record = make_record({}, STEPS, [differs], "eagle3", [(10.0, 9.0)], {}, modes())
     assert not record["identical"]
     assert not record["checks"]["identical"]
 
@@ -107,7 +146,7 @@ def test_other_tokens_and_other_chat_texts_are_seen_for_either_draft() -> None:
 def test_a_draft_that_never_drafts_fails_the_check() -> None:
     silent = answers("short", 50, CALM)
     silent.drafted["eagle3"] = generation(CALM, 10.0)
-    record = make_record({}, STEPS, [silent], "longspec", [(10.0, 12.0)], {})
+    record = make_record({}, STEPS, [silent], "longspec", [(10.0, 12.0)], {}, modes())
     assert not record["checks"]["drafted"]
     assert (record["drafts"]["eagle3"]["tau"], record["checks"]["EAGLE-3: tau at least 2.3"]) == (1.0, False)
 
