@@ -89,17 +89,28 @@ class CyclePlanner:
             lengths: cached tokens of each, as far as the host knows.
         """
         both = list(zip(modes, ledgers, strict=True))
-        everything = tuple(mode in ("full", "off") or ledger.paused > 0 for mode, ledger in both)
+        short = tuple(mode == "partial" and self._short(ledger) for mode, ledger in both)
+        everything = tuple(
+            small or mode in ("full", "off") or ledger.paused > 0
+            for small, (mode, ledger) in zip(short, both, strict=True)
+        )
         if "exact" not in modes:
-            full = tuple(mode != "partial" or self._due(ledger) for mode, ledger in both)
-            refreshed = any(f and mode == "partial" for f, mode in zip(full, modes, strict=True))
-            return CyclePlan(0, full, everything, self.settings.pending if refreshed else 0)
+            due = tuple(
+                mode == "partial" and not small and self._due(ledger)
+                for small, (mode, ledger) in zip(short, both, strict=True)
+            )
+            full = tuple(all_ or refresh for all_, refresh in zip(everything, due, strict=True))
+            return CyclePlan(0, full, everything, self.settings.pending if any(due) else 0)
         on_view = [
             ledger for (mode, ledger), all_ in zip(both, everything, strict=True) if mode == "exact" and not all_
         ]
         rounds = self._rounds(on_view, lengths)
         room = self.settings.pending if "partial" in modes else self._room(rounds)
         return CyclePlan(rounds, (True,) * len(both), everything, room)
+
+    def _short(self, ledger: Ledger) -> bool:
+        """Whether a view would hold the whole cache of a request of mode ``partial``: it is verified fully in every round."""
+        return ledger.length == ledger.exact and ledger.length + 2 * self.chain <= self.settings.view_tokens
 
     def _room(self, rounds: int) -> int:
         """For what so many rounds usually gain: every token more costs the last verification a row of each request."""

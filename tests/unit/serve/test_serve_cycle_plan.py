@@ -118,9 +118,18 @@ def test_partial_requests_are_refreshed_before_too_much_is_pending(lag: int) -> 
 
 def test_a_refresh_is_not_forced_on_requests_that_need_none() -> None:
     made = planner(mode="partial")
-    full, fresh = Ledger(9000, 8982), Ledger(500, 500)
-    plan = made.plan([full, fresh], ["partial", "partial"], [9000, 500])
+    full, fresh = Ledger(9000, 8982), Ledger(5000, 5000)
+    plan = made.plan([full, fresh], ["partial", "partial"], [9000, 5000])
     assert plan.full == (True, False) and plan.room == 20
+
+
+def test_a_partial_request_that_fits_into_a_view_is_verified_fully() -> None:
+    made = planner(mode="partial")
+    short, long = Ledger(500, 500), Ledger(9000, 9000)
+    plan = made.plan([short, long], ["partial", "partial"], [500, 9000])
+    assert plan.full == (True, False) and plan.everything == (True, False) and plan.room == 0
+    grown = Ledger(4090, 4090)
+    assert made.plan([grown], ["partial"], [4090]).full == (False,)
 
 
 def test_a_narrow_choice_asks_for_a_refresh() -> None:

@@ -94,7 +94,8 @@ def view_step(target: ViewedTarget, drafter: Any, chain: int = CHAIN, **changes:
     step.view_width = 20
     step.views = ViewState(ROWS, COLUMNS, VIEW, 64, torch.device("cpu"))
     step.chooser = AnyChooser()  # type: ignore[assignment]
-    step.planner = CyclePlanner(given, chain, RoundChoice(Bytes(1.0, 0.1, 1.0, 4)))
+    small = given.model_copy(update={"view_tokens": 2 * chain})  # smaller than settings may be
+    step.planner = CyclePlanner(small, chain, RoundChoice(Bytes(1.0, 0.1, 1.0, 4)))
     return step
 
 
