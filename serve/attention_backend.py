@@ -46,6 +46,7 @@ class LongDraftAttention(AttentionBackend):
         self.static: StaticPlan | None = None
         self.tree_widths: frozenset[int] = frozenset()  # new tokens of a request where graphs verify trees
         self.columns: int | None = None
+        self.lists = 1
         self.tap = QueryTap((), 0)  # what chooses views wants queries
         self.captured_hidden = CaptureHiddenMode.NULL  # what graphs of verifications keep for a draft
         self.stock = stock
@@ -56,11 +57,16 @@ class LongDraftAttention(AttentionBackend):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["stock"], name)
 
-    def sibling(self, columns: int | None = None) -> "LongDraftAttention":
-        """The same for graphs of another width, with static buffers of its own; ``columns`` of a page list, None: a row's."""
+    def sibling(self, columns: int | None = None, lists: int = 1) -> "LongDraftAttention":
+        """The same for graphs of another width, with static buffers of its own.
+
+        Args:
+            columns: of a page list; None: as many as a row of the page table has.
+            lists: of each request.
+        """
         made = LongDraftAttention(self.stock, self.pool, self.prefix_backend, self.table, self.scales)
         made.captured_hidden, made.tree_widths, made.tap = self.captured_hidden, self.tree_widths, self.tap
-        made.columns = columns
+        made.columns, made.lists = columns, lists
         return made
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -74,7 +80,7 @@ class LongDraftAttention(AttentionBackend):
         assert self.table is not None and max_num_tokens % max_bs == 0
         width = max_num_tokens // max_bs
         columns, trees = self.columns or self.table.shape[1], width in self.tree_widths
-        self.static = StaticPlan(max_bs, width, columns, self.table.device, trees)
+        self.static = StaticPlan(max_bs, width, columns, self.table.device, trees, self.lists)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Cached tokens of a batch's padding: one, of the page table's row 0."""
@@ -128,8 +134,7 @@ class LongDraftAttention(AttentionBackend):
             self.pool.set_kv_buffer(layer, slots, k_TKD, v_TKD)
         else:  # the pool divides what it is given by the scales, in place
             self.pool.set_kv_buffer(layer, slots, k_TKD.clone(), v_TKD.clone(), *scales)
-        plan = forward_batch.spec_info.plan
-        assert plan is not None, "a captured forward has its plan from the static buffers"
+        plan = forward_batch.spec_info.plan_of(layer.layer_id)
         out_THD = hybrid_tree_attention(
             *(q_THD, k_TKD, v_TKD, keys, values, plan, layer.scaling),
             forward_batch.spec_info.bits_TW,

@@ -17,9 +17,8 @@ from longdraft.serve.spec_inputs import VerifyInput
 from longdraft.serve.step_clock import OFF, StepClock
 from longdraft.serve.verify import Verified
 
-View = tuple[
-    torch.Tensor, torch.Tensor
-]  # int32 page list [B, W + T], the new tokens' slots behind what is read, and its length
+# int32 page list [B, W + T], the new tokens' slots behind what is read, and the length of that [B]; of every layer [L, ...]
+View = tuple[torch.Tensor, torch.Tensor]
 
 
 def verify_running(

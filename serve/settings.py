@@ -33,6 +33,10 @@ class ServeSettings(Settings):
         description="modes exact and partial: what chooses the blocks of a view: mass, quest, specpv, snapkv, streaming "
         "(worst, for tests)",
     )
+    view_lists: Literal["shared", "layers"] = Field(
+        "shared",
+        description="one list of blocks for all layers, or one for each, by its own queries and keys (all of them are read then)",
+    )
     view_tokens: int = Field(4096, ge=64, description="cached tokens of a view, sinks and recent ones in")
     view_sinks: int = Field(32, ge=0, description="leading tokens among them")
     view_recent: int = Field(128, ge=16, description="most recent tokens among them")

@@ -82,12 +82,12 @@ class VerifyInput(SpecInput):
 
     Bits say which of its request's new tokens each one of a tree reads; None for chains. No plan where SGLang captures a graph or
     replays one: the attention backend's static plan takes its place. There a view (page list and lengths) takes the place of the
-    page table.
+    page table. Views may have a list, and so a plan, for each layer.
     """
 
     def __init__(
         self,
-        plan: AttentionPlan | None,
+        plan: AttentionPlan | list[AttentionPlan] | None,
         capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
         bits_TW: torch.Tensor | None = None,
         view: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -97,6 +97,12 @@ class VerifyInput(SpecInput):
         self.view = view
         self.bits_TW = bits_TW
         self.capture_hidden_mode = capture_hidden_mode
+
+    def plan_of(self, layer: int) -> AttentionPlan:
+        """What a layer's new tokens read."""
+        plan = self.plan[layer] if isinstance(self.plan, list) else self.plan
+        assert plan is not None, "a captured forward has its plan from the static buffers"
+        return plan
 
     def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
         return 1, 1

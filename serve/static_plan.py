@@ -1,6 +1,6 @@
 """The page lists of a verification, and the bits of its trees, in buffers whose addresses never change, for CUDA graphs.
 
-Legend: B requests, W page-list width; in bits T new tokens of all requests, W words.
+Legend: B requests, L lists, W page-list width; in bits T new tokens of all requests, W words.
 """
 
 import torch
@@ -12,7 +12,9 @@ from longdraft.kernels.tree_bits import pack_bits, words
 class StaticPlan:
     """Plans of chains or trees of one width for up to ``most`` requests; filled on the device before every replay."""
 
-    def __init__(self, most: int, width: int, columns: int, device: torch.device, trees: bool = False) -> None:
+    def __init__(
+        self, most: int, width: int, columns: int, device: torch.device, trees: bool = False, lists: int = 1
+    ) -> None:
         """Allocate.
 
         Args:
@@ -22,10 +24,12 @@ class StaticPlan:
                 has no slots there, and stands on slot 0, which nobody owns.
             device: of the table.
             trees: whether what is verified has bits; chains may be verified with them too.
+            lists: of each request: one, or one for every layer.
         """
         self.width = width
-        self.pages_BW = torch.zeros(most, columns + width, dtype=torch.int32, device=device)
-        self.lens_B = torch.zeros(most, dtype=torch.int32, device=device)
+        self.pages_LBW = torch.zeros(lists, most, columns + width, dtype=torch.int32, device=device)
+        self.lens_LB = torch.zeros(lists, most, dtype=torch.int32, device=device)
+        self.pages_BW, self.lens_B = self.pages_LBW[0], self.lens_LB[0]
         self.cu_B1 = torch.arange(most + 1, dtype=torch.int32, device=device) * width
         self.bits_TW: torch.Tensor | None = None
         if trees:
@@ -63,21 +67,25 @@ class StaticPlan:
         """Page lists of chains that read a part of their cache; behind them is padding, which reads slot 0.
 
         Args:
-            pages_BW: int32 slots, those of the new tokens behind what is read.
-            lens_B: int32 slots that each reads.
+            pages_BW: int32 slots, those of the new tokens behind what is read; ``[L, B, W]`` for a list of each layer.
+            lens_B: int32 slots that each reads, ``[L, B]``.
             size: batch size with padding.
         """
         assert self.bits_TW is None, "trees read the whole cache"
-        batch, used = pages_BW.shape[0], min(pages_BW.shape[1], self.pages_BW.shape[1])
-        self.pages_BW[:batch, :used] = pages_BW[:, :used]
-        self.pages_BW[batch:size, :used] = 0
-        self.lens_B[:batch] = lens_B
-        self.lens_B[batch:size] = 1
+        batch, used = pages_BW.shape[-2], min(pages_BW.shape[-1], self.pages_LBW.shape[-1])
+        self.pages_LBW[:, :batch, :used] = pages_BW[..., :used]
+        self.pages_LBW[:, batch:size, :used] = 0
+        self.lens_LB[:, :batch] = lens_B
+        self.lens_LB[:, batch:size] = 1
 
-    def plan(self, size: int) -> AttentionPlan:
-        """The plan of a batch of ``size``, over views of the buffers."""
+    def plan(self, size: int) -> AttentionPlan | list[AttentionPlan]:
+        """The plan of a batch of ``size``, over views of the buffers; of several lists, one of each."""
         cu = list(range(0, (size + 1) * self.width, self.width))
-        return AttentionPlan.on_device(self.pages_BW[:size], self.lens_B[:size], self.cu_B1[: size + 1], cu)
+        plans = [
+            AttentionPlan.on_device(pages_BW[:size], lens_B[:size], self.cu_B1[: size + 1], cu)
+            for pages_BW, lens_B in zip(self.pages_LBW, self.lens_LB, strict=True)
+        ]
+        return plans[0] if len(plans) == 1 else plans
 
     def bits(self, size: int) -> torch.Tensor | None:
         """The bits of a batch of ``size``, a view; None for chains."""

@@ -21,17 +21,18 @@ class TargetGraphs:
         self.runner = runner
         self.sets: dict[tuple[int, bool], Any] = {(first.num_tokens_per_bs, False): first}
 
-    def add(self, width: int, columns: int | None = None) -> None:
+    def add(self, width: int, columns: int | None = None, lists: int = 1) -> None:
         """Capture a set for ``width`` new tokens a request, at SGLang's own batch sizes.
 
         Args:
             width: new tokens.
             columns: cached tokens at most that a request's view has, of a set that verifies on views: attention kernels split their
                 work by how long a page list may be. None: a set for whole caches.
+            lists: of each request.
         """
         key = width, columns is not None
         if key not in self.sets:
-            backend = self.runner.attn_backend.sibling(columns)
+            backend = self.runner.attn_backend.sibling(columns, lists)
             self.sets[key] = DecodeCudaGraphRunner(
                 self.runner, attn_backend=backend, speculative_num_draft_tokens=width
             )

@@ -254,8 +254,11 @@ class ViewStep(DeviceStep):
         room_B = torch.minimum(end_B - at.length_B, left_B).clamp_min(0) * roster.drafts_B
         limit_B = torch.minimum(drafts.limit_B, (room_B - 1).clamp_min(0))
         in_graph = self._graph_width(len(roster.reqs), self.chain, everything_B is None) is not None
-        width = self.view_width if everything_B is None else self.columns
-        view = self.views.pages(at, everything_B, min(width, self.columns), self.chain)
+        view = (
+            self.views.layer_pages(at, self.view_width, self.chain)
+            if everything_B is None
+            else self.views.pages(at, everything_B, self.columns, self.chain)
+        )
         given = drafts.id_BK, limit_B, roster.params, self.observer
         clock = Renamed(self.clock, "verify", "partial")
         seen = verify_running(self.target_worker, batch, roster.reqs, at, *given, in_graph, clock, view)
@@ -284,9 +287,10 @@ class ViewStep(DeviceStep):
     ) -> View:
         """What a last verification reads where some requests have a partial one."""
         all_B = full_B if everything_B is None else full_B | everything_B
-        columns = self.columns if any(plan.full) or any(plan.everything) else min(self.view_width, self.columns)
         base = replace(running, length_B=running.length_B - ready.lead_B)
-        return self.views.pages(base, all_B, columns, width)
+        if any(plan.full) or any(plan.everything):
+            return self.views.pages(base, all_B, self.columns, width)
+        return self.views.layer_pages(base, self.view_width, width)
 
     def _verify_last(
         self, batch: ScheduleBatch, roster: Roster, running: Running, ready: Ready, width: int, view: View | None
@@ -301,7 +305,7 @@ class ViewStep(DeviceStep):
         limit_B = torch.minimum(ready.lead_B + ready.gained_B + drafts.limit_B, end_B.clamp(0, width - 1))
         limit_B = torch.maximum(limit_B, ready.lead_B)  # one that has ended, which the host does not know yet
         base = replace(running, length_B=start_B, newest_B=first_B)
-        narrow = view is not None and view[0].shape[1] == self.view_width + width and width == self.chain
+        narrow = view is not None and view[0].shape[-1] == self.view_width + self.chain
         in_graph = self._graph_width(len(roster.reqs), width, narrow) is not None
         given = id_BK, limit_B, roster.params, self.observer
         seen = verify_running(self.target_worker, batch, roster.reqs, base, *given, in_graph, self.clock, view)

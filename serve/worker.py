@@ -107,7 +107,7 @@ class LongDraftWorker(BaseSpecWorker):
             for width in sorted(widths):
                 graphs.add(width)
             if isinstance(self.step, ViewStep):
-                graphs.add(self.step.chain, self.step.view_width)
+                graphs.add(self.step.chain, self.step.view_width, self.step.views.lists)
             self.drafter.use_graphs(made.capture_bs, [shape for shape in self.shapes if shape.depth])
             if isinstance(self.step, TreeStep):
                 width = 1 + max(shape.depth for shape in self.shapes)

@@ -74,9 +74,14 @@ class Running:
         chosen_BW = torch.nn.functional.pad(chosen_BW, (0, more))[:, :most]
         return torch.where(fits_B[:, None], chosen_BW, plain_BW), torch.where(fits_B, chosen_B, count_B)
 
-    def view_plan(self, view: tuple[torch.Tensor, torch.Tensor], width: int) -> AttentionPlan:
-        """:meth:`plan` of a page list that has been made, its length on the device."""
-        (pages_BW, lens_B), batch = view, len(self.row_B)
+    def view_plan(self, view: tuple[torch.Tensor, torch.Tensor], width: int) -> AttentionPlan | list[AttentionPlan]:
+        """:meth:`plan` of a page list that has been made, its length on the device; of lists for each layer, one of each."""
+        if view[0].dim() == 3:
+            return [self._view_plan(pages_BW, lens_B, width) for pages_BW, lens_B in zip(*view, strict=True)]
+        return self._view_plan(*view, width)
+
+    def _view_plan(self, pages_BW: torch.Tensor, lens_B: torch.Tensor, width: int) -> AttentionPlan:
+        batch = len(self.row_B)
         if self.reads_lengths:
             return AttentionPlan.build(pages_BW, lens_B.tolist(), [width] * batch)
         cu_B1 = torch.arange(batch + 1, dtype=torch.int32, device=pages_BW.device) * width

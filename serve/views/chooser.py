@@ -20,7 +20,14 @@ class ViewChooser:
     """A selector over the target's cache, with the queries that it wants."""
 
     def __init__(
-        self, selector: Selector, budget: Budget, pool: Any, tap: QueryTap, scale: float, scales: Mapping[int, Scales]
+        self,
+        selector: Selector,
+        budget: Budget,
+        pool: Any,
+        tap: QueryTap,
+        scale: float,
+        scales: Mapping[int, Scales],
+        by_layer: bool = False,
     ) -> None:
         """Take what is read.
 
@@ -31,7 +38,9 @@ class ViewChooser:
             tap: keeps the selector's queries.
             scale: of the target's attention scores.
             scales: of the layers whose cache has any.
+            by_layer: whether every layer has a list of its own; the tap keeps the queries of all layers then.
         """
+        self.by_layer = by_layer
         self.selector, self.budget, self.tap, self.scale = selector, budget, tap, scale
         self.keys = [pool.get_key_buffer(layer) for layer in tap.layers]
         self.key_scales = [scales.get(layer, UNSCALED)[0] for layer in tap.layers]
@@ -44,7 +53,7 @@ class ViewChooser:
         length_B: torch.Tensor,
         longest: int,
     ) -> Chosen:
-        """The columns of each request's view.
+        """The columns of each request's view; by layer, of every layer's list of every request, one layer behind the other.
 
         Args:
             queries: ``[B * Q, H, D]`` of each layer that the selector wants.
@@ -56,8 +65,12 @@ class ViewChooser:
         queries = [q if s == 1.0 else q * s for q, s in zip(queries, self.key_scales, strict=True)]
         plan = self._plan(row_B, table_RW, length_B, min(longest, table_RW.shape[1]))
         blocks = -(-plan.pages_BW.shape[1] // self.budget.block)
-        score_BN = self.selector.score(queries, self.keys, plan, self.scale, blocks)
-        return choose_columns(score_BN, length_B, self.budget)
+        if not self.by_layer:
+            return choose_columns(
+                self.selector.score(queries, self.keys, plan, self.scale, blocks), length_B, self.budget
+            )
+        score_XN = torch.cat(self.selector.score_layers(queries, self.keys, plan, self.scale, blocks))
+        return choose_columns(score_XN, length_B.repeat(len(self.keys)), self.budget)
 
     def _plan(self, row_B: torch.Tensor, table_RW: torch.Tensor, length_B: torch.Tensor, longest: int) -> AttentionPlan:
         batch, rows = len(row_B), self.tap.rows

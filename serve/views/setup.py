@@ -40,15 +40,18 @@ def keep_views(
     backend, table, config = runner.attn_backend, runner.req_to_token_pool.req_to_token, runner.model_config
     assert isinstance(backend, LongDraftAttention)
     selector = make_selector(settings.view_selector, settings.view_reduction)
-    backend.tap = tap = QueryTap(selector.layers(config.num_hidden_layers), selector.rows)
+    layers, by_layer = selector.layers(config.num_hidden_layers), settings.view_lists == "layers"
+    by_layer = by_layer and bool(layers)  # without queries all layers have the same list
+    backend.tap = tap = QueryTap(tuple(range(config.num_hidden_layers)) if by_layer else layers, selector.rows)
     heads = config.num_attention_heads
     tap.allocate(most * step.stride, heads, config.head_dim, runner.dtype, table.device)
     budget = settings.budget()
     step.view_width = min(settings.view_width(step.chain), table.shape[1])
     remembered = settings.pending + 2 * step.stride
     rows, columns = table.shape
-    step.views = ViewState(rows, columns, budget.columns, remembered, table.device)
+    lists = len(tap.layers) if by_layer else 1
+    step.views = ViewState(rows, columns, budget.columns, remembered, table.device, lists)
     scale = next(layer.scaling for _, layer in attention_layers(runner.model))
-    step.chooser = ViewChooser(selector, budget, runner.token_to_kv_pool, tap, scale, scales)
+    step.chooser = ViewChooser(selector, budget, runner.token_to_kv_pool, tap, scale, scales, by_layer)
     choice = RoundChoice(read_bytes(runner, drafter, settings, step.chain), max_ms=settings.max_cycle_ms)
     step.planner = CyclePlanner(settings, step.chain, choice)

@@ -1,6 +1,7 @@
 """What every request's partial verifications read, by row of SGLang's page table; all of it on the device.
 
-Legend: R rows of the page table, B requests, V columns of a view, W columns of a page list, N tokens of a run, I remembered ids.
+Legend: L lists, one or one a layer, R rows of the page table, B requests, V columns of a view, W columns of a page list, N tokens of a
+run, I remembered ids.
 """
 
 import torch
@@ -17,7 +18,9 @@ class ViewState:
     the next full one.
     """
 
-    def __init__(self, rows: int, columns: int, view: int, remembered: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, columns: int, view: int, remembered: int, device: torch.device, lists: int = 1
+    ) -> None:
         """Allocate.
 
         Args:
@@ -25,33 +28,43 @@ class ViewState:
             view: chosen columns at most.
             remembered: latest tokens that are kept of each request.
             device: of the page table.
+            lists: of each request: one, or one for every layer of the target.
         """
-        self.columns = columns
-        self.column_RV = torch.zeros(rows, view, dtype=torch.int32, device=device)
-        self.count_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.columns, self.lists = columns, lists
+        self.column_LRV = torch.zeros(lists, rows, view, dtype=torch.int32, device=device)
+        self.count_LR = torch.zeros(lists, rows, dtype=torch.int64, device=device)
         self.start_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.exact_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.id_RI = torch.zeros(rows, remembered, dtype=torch.int64, device=device)
 
     def prefilled(self, row_B: torch.Tensor, length_B: torch.Tensor) -> None:
         """Requests start anew in these rows: all that is cached is exact, and is read."""
-        self.count_R[row_B] = 0
+        self.count_LR[:, row_B] = 0
         self.start_R[row_B] = 0
         self.exact_R[row_B] = length_B
 
     def choose(self, row_B: torch.Tensor, chosen: Chosen, where_B: torch.Tensor | None = None) -> None:
-        """New views for these rows; only for some of them, where it is said which."""
-        count_B, start_B, column_BV = chosen.count_B.long(), chosen.start_B, chosen.column_BV
+        """New views for these rows; only for some of them, where it is said which.
+
+        Args:
+            row_B: rows.
+            chosen: of every list of every request, one list behind the other.
+            where_B: requests that get them; None: all.
+        """
+        batch = len(row_B)
+        count_LB = chosen.count_B.long().view(self.lists, batch)
+        column_LBV = chosen.column_BV.view(self.lists, batch, -1)
+        start_B = chosen.start_B[:batch]  # follows from the length alone
         if where_B is not None:
-            count_B = torch.where(where_B, count_B, self.count_R[row_B])
+            count_LB = torch.where(where_B, count_LB, self.count_LR[:, row_B])
             start_B = torch.where(where_B, start_B, self.start_R[row_B])
-            column_BV = torch.where(where_B[:, None], column_BV, self.column_RV[row_B])
-        self.count_R[row_B], self.start_R[row_B], self.column_RV[row_B] = count_B, start_B, column_BV
+            column_LBV = torch.where(where_B[:, None], column_LBV, self.column_LRV[:, row_B])
+        self.count_LR[:, row_B], self.start_R[row_B], self.column_LRV[:, row_B] = count_LB, start_B, column_LBV
 
     def pages(
         self, running: Running, everything_B: torch.Tensor | None, width: int, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The page list of a partial verification.
+        """The page list of a partial verification; of several lists, that of the last layer.
 
         Args:
             running: the batch.
@@ -62,14 +75,26 @@ class ViewState:
         Returns:
             int32 ``[B, width + count]`` and the int32 number of cached tokens that each request reads. What has no slot is 0.
         """
-        count_B, start_B = self.count_R[running.row_B], self.start_R[running.row_B]
+        return self._pages(running, self.lists - 1, everything_B, width, count)
+
+    def layer_pages(self, running: Running, width: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`pages` of every list: ``[L, B, width + count]`` and ``[L, B]``; of one list, without the first dimension."""
+        if self.lists == 1:
+            return self.pages(running, None, width, count)
+        pages, lens = zip(*(self._pages(running, at, None, width, count) for at in range(self.lists)), strict=True)
+        return torch.stack(pages), torch.stack(lens)
+
+    def _pages(
+        self, running: Running, at: int, everything_B: torch.Tensor | None, width: int, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        count_B, start_B = self.count_LR[at, running.row_B], self.start_R[running.row_B]
         start_B = torch.maximum(
             start_B, running.length_B + count_B - width
         )  # what grew too long loses its oldest recent tokens
         if everything_B is not None:
             count_B, start_B = (torch.where(everything_B, 0, x) for x in (count_B, start_B))
         at_W = torch.arange(width + count, device=count_B.device)
-        chosen_BV = self.column_RV[running.row_B]
+        chosen_BV = self.column_LRV[at, running.row_B]
         if (more := width + count - chosen_BV.shape[1]) > 0:
             chosen_BV = torch.nn.functional.pad(chosen_BV, (0, more))
         later_BW = start_B[:, None] + at_W - count_B[:, None]

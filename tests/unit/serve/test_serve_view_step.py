@@ -19,6 +19,8 @@ from longdraft.serve.drafters.running import Running
 from longdraft.serve.make_step import make_step
 from longdraft.serve.observer import Observer
 from longdraft.serve.settings import ServeSettings
+from longdraft.serve.spec_inputs import VerifyInput
+from longdraft.serve.static_plan import StaticPlan
 from longdraft.serve.view_step import ViewStep
 from longdraft.serve.views.choose import Chosen
 from longdraft.serve.views.cycle_plan import CyclePlanner
@@ -36,16 +38,25 @@ class ViewedTarget(MadeUpTarget):
 
     def __init__(self, off: int, **given: Any) -> None:
         super().__init__(**given)
-        self.off, self.dirty, self.partial = off, 0, 0
+        self.off, self.dirty, self.partial, self.layered = off, 0, 0, 0
         self.exact_S = torch.ones(len(self.place_S), dtype=torch.bool)
 
     def forward_batch_generation(self, batch: None, forward_batch: Any, is_verify: bool) -> Any:
         result = super().forward_batch_generation(batch, forward_batch, is_verify)
         lens, spec = forward_batch.seq_lens.tolist(), forward_batch.spec_info
         width = len(forward_batch.input_ids) // len(lens)
+        by_layer = spec.view is not None and spec.view[0].dim() == 3
+        if by_layer:
+            self.layered += 1
+            for pages_BW, read_B in zip(*spec.view, strict=True):
+                for b, (length, read) in enumerate(zip(lens, read_B.tolist(), strict=True)):
+                    row = TABLE[forward_batch.req_pool_indices[b]].tolist()
+                    assert len(set(pages_BW[b, :read].tolist()) & set(row[:length])) == read
         pages_BW, read_B = (
             (TABLE[forward_batch.req_pool_indices], forward_batch.seq_lens) if spec.view is None else spec.view
         )
+        if by_layer:
+            pages_BW, read_B = pages_BW[0], read_B[0]
         for b, (length, read) in enumerate(zip(lens, read_B.tolist(), strict=True)):
             new = slice(b * width, (b + 1) * width)
             slots, own = pages_BW[b, :read].long(), forward_batch.out_cache_loc[new]
@@ -65,9 +76,10 @@ class ViewedTarget(MadeUpTarget):
 
 
 class AnyChooser:
-    """Any columns, drawn at random."""
+    """Any columns, drawn at random, for so many lists of each request."""
 
-    def __init__(self) -> None:
+    def __init__(self, lists: int = 1) -> None:
+        self.lists = lists
         self.tap = SimpleNamespace(of_prefill=list, of_verification=lambda width, last_B: [last_B])
         self.selector = SimpleNamespace(once=False)
         self.draw = torch.Generator().manual_seed(0)
@@ -77,6 +89,7 @@ class AnyChooser:
         self, queries: Any, row_B: torch.Tensor, table_RW: torch.Tensor, length_B: torch.Tensor, longest: int
     ) -> Chosen:
         self.chosen += 1
+        length_B = length_B.repeat(self.lists)
         start_B = (length_B - 3).clamp_min(0)
         count_B = torch.minimum(start_B, torch.randint(0, 3, start_B.shape, generator=self.draw))
         column_BV = (
@@ -276,6 +289,46 @@ def test_forced_confirmations_make_cycles_of_the_wanted_length() -> None:
         gained.append(counters.cycles.confirmed / counters.cycles.proposed)
     mean = sum(gained) / len(gained)
     assert 0.75 < mean < 0.95, mean  # eight pending tokens: (c - c^9) / (1 - c) / 8 = 0.80
+
+
+@pytest.mark.parametrize("mode", ["exact", "partial"])
+def test_every_layer_may_have_a_list_of_its_own(mode: str) -> None:
+    target = ViewedTarget(off=3)
+    step = view_step(target, DeviceDrafter(RULES["often right"]), mode=mode)
+    step.views = ViewState(ROWS, COLUMNS, VIEW, 64, torch.device("cpu"), lists=3)
+    step.chooser = AnyChooser(3)  # type: ignore[assignment]
+    prompts, lengths = [[1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5], [4, 5, 6, 7, 1, 2, 3, 1, 5, 6, 7, 2, 3]], [20, 17]
+    reqs = requests(prompts, lengths, [mode] * 2, ignore_eos=True)
+    Server(step, True).run(reqs)
+    assert target.layered and target.partial and not target.dirty
+    if mode == "exact":
+        wanted = [plainly(r) for r in requests(prompts, lengths, [None] * 2, ignore_eos=True)]
+        assert [list(r.output_ids) for r in reqs] == wanted
+
+
+def test_plans_of_layers_read_their_own_lists() -> None:
+    table = torch.arange(60, dtype=torch.int32).view(2, 30)
+    running = Running(("a", "b"), torch.tensor([0, 1]), table, torch.tensor([20, 12]), torch.tensor([1, 2]))
+    views = ViewState(2, 30, VIEW, 16, torch.device("cpu"), lists=2)
+    columns = torch.zeros(4, VIEW, dtype=torch.int32)
+    columns[:, :2] = torch.tensor([[1, 4], [2, 3], [5, 6], [0, 1]])
+    views.choose(running.row_B, Chosen(columns, torch.tensor([2, 2, 2, 1]).int(), torch.tensor([17, 10, 17, 10])))
+    view = views.layer_pages(running, 8, 2)
+    assert view[1].tolist() == [[5, 4], [5, 3]]
+    plans = running.view_plan(view, 2)
+    assert isinstance(plans, list)
+    assert [p.slots(0, 7).tolist() for p in plans] == [[1, 4, 17, 18, 19, 20, 21], [5, 6, 17, 18, 19, 20, 21]]
+    spec = VerifyInput(plans)
+    assert spec.plan_of(1) is plans[1] and VerifyInput(plans[0]).plan_of(7) is plans[0]
+    static = StaticPlan(4, 2, 8, torch.device("cpu"), lists=2)
+    static.fill_view(*view, 3)
+    kept = static.plan(3)
+    assert isinstance(kept, list)
+    for own, plan in zip(plans, kept, strict=True):
+        assert torch.equal(plan.pages_BW[:2], own.pages_BW) and plan.lens == [*own.lens, 1]
+    assert torch.equal(views.pages(running, None, 8, 2)[0], view[0][1]), "the draft reads the last layer's"
+    static.fill_view(*views.pages(running, None, 8, 2), 2)
+    assert torch.equal(static.pages_LBW[0, :2], static.pages_LBW[1, :2]), "one list serves all layers"
 
 
 def test_running_reads_what_was_chosen() -> None:
