@@ -16,12 +16,16 @@ OUTLIER = 4.0  # times what was expected: something else ran
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a verification and a round of drafting read: bytes of weights, of the cache per token; and tokens of a view."""
+    """What a verification and a round of drafting read: bytes of weights, of the cache per token; and tokens of a view.
+
+    ``fixed`` is what a verification takes beside its reading, in bytes that could be read meanwhile.
+    """
 
     weights: float
     draft: float
     token: float
     view: int
+    fixed: float = 0.0
 
 
 def expected(rounds: int, gain: float, chance: float) -> float:
@@ -50,7 +54,7 @@ class RoundChoice:
         """That a cycle reads."""
         full = sum(lengths) * self.read.token
         part = sum(min(n, self.read.view) for n in lengths) * self.read.token
-        return (rounds + 1) * (self.read.weights + self.read.draft) + rounds * part + full
+        return (rounds + 1) * (self.read.weights + self.read.draft + self.read.fixed) + rounds * part + full
 
     def cost(self, rounds: int, lengths: Sequence[int]) -> float:
         """Milliseconds of a cycle, by the nearest number of rounds that was timed; bytes where none was."""

@@ -7,7 +7,7 @@ from longdraft.serve.views.cycle_plan import PAUSE, CyclePlanner, Ledger
 from longdraft.serve.views.round_choice import OUTLIER, TRIED, Bytes, RoundChoice, expected
 
 GIB = 2.0**30
-LLAMA_8B = Bytes(16 * GIB, 0.7 * GIB, 2.0**17, 4200)
+LLAMA_8B = Bytes(16 * GIB, 3.5 * GIB, 2.0**17, 4200, 5e9)
 CHAIN = 6
 
 
@@ -29,7 +29,7 @@ def test_rounds_pay_where_much_is_cached_and_much_is_confirmed() -> None:
     choice = RoundChoice(LLAMA_8B, gain=4.0)
     assert choice.pick([0.95] * 16, [32_000] * 16, 5) in (2, 3)
     assert choice.pick([0.95], [125_000], 5) in (1, 2)
-    assert choice.pick([0.95], [8_000], 5) == 0
+    assert choice.pick([0.95], [32_000], 5) == 0
     assert choice.pick([0.3] * 16, [32_000] * 16, 5) == 0
     assert choice.pick([0.95], [4_000], 5) == 0, "the view holds everything"
     assert choice.pick([], [32_000], 5) == 0
