@@ -15,7 +15,6 @@ from longdraft.serve.views.round_choice import Bytes, RoundChoice
 from longdraft.serve.views.selectors import make_selector
 from longdraft.serve.views.view_state import ViewState
 
-
 FIXED_ON_A_CARD = 5e9  # bytes: 1.2 ms, seen between a partial verification's time and its reading on an H200
 
 

@@ -1,0 +1,142 @@
+"""What the benchmarks of views compute, without a server."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_model
+
+from longdraft.bench import steady_arrivals, view_agreement, view_quality
+from longdraft.bench.gpu_full_speed import launch_command, steady
+from longdraft.bench.steady_arrivals import LONGEST, SHORTEST, Served, figures_of, lengths, percentile
+from longdraft.bench.view_agreement import Case, command, same_tokens, summed
+from longdraft.bench.view_quality import quality, rouge_l
+from longdraft.errors import UserError
+
+
+def test_rouge_l_is_the_longest_common_subsequence() -> None:
+    score = rouge_l()
+    assert score("the cat sat on the mat", "the cat sat on the mat") == pytest.approx(100)
+    assert score("a b c d", "a x c") == pytest.approx(100 * 2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4))
+    assert score("one", "two") == 0
+
+
+def test_quality_is_given_against_the_target_and_against_references() -> None:
+    rows = [
+        {"case": "mass_512", "id": "a", "plain": [1, 2, 3, 4], "partial": [1, 2, 3, 4]},
+        {"case": "mass_512", "id": "b", "plain": [1, 2, 3, 4], "partial": [1, 2, 9, 9]},
+        {"case": "quest_512", "id": "c", "plain": [5], "partial": [6]},
+    ]
+    words = {i: f"w{i}" for i in range(10)}
+
+    def decode(ids: list[int]) -> str:
+        return " ".join(words[i] for i in ids)
+
+    found = quality(rows, decode, {"a": "w1 w2 w3 w4", "b": ""}, rouge_l())
+    assert found["mass_512_exact_match"] == 0.5 and found["mass_512_answers"] == 2
+    assert found["mass_512_rouge_l_to_target"] == pytest.approx((100 + 50) / 2)
+    assert found["mass_512_references"] == 1 and found["mass_512_rouge_l_to_reference"] == pytest.approx(100)
+    assert "quest_512_references" not in found and found["quest_512_rouge_l_to_target"] == 0
+
+
+def test_answers_become_a_record(tmp_path: Path) -> None:
+    target = tiny_model("llama", tmp_path / "target")
+    answers, documents, record = (tmp_path / name for name in ("a.jsonl", "d.jsonl", "r.json"))
+    answers.write_text(json.dumps({"case": "mass_64", "id": "x", "plain": [65, 66], "partial": [65, 66]}) + "\n")
+    documents.write_text(json.dumps({"id": "x", "text": "t", "summary": "AB"}) + "\n")
+    words = ["--target", str(target), "--answers", str(answers), "--documents", str(documents), "--record", str(record)]
+    assert view_quality.main(words) == 0
+    figures = json.loads(record.read_text())["figures"]
+    assert figures["mass_64_exact_match"] == 1 and figures["mass_64_rouge_l_to_target"] == pytest.approx(100)
+    answers.write_text("\n")
+    with pytest.raises(UserError, match="holds no answers"):
+        view_quality.main(words)
+
+
+def test_lengths_are_log_uniform_and_the_same_for_every_system() -> None:
+    drawn = lengths(4000)
+    assert drawn == lengths(4000) and min(drawn) >= SHORTEST and max(drawn) <= LONGEST
+    assert sum(n < math.sqrt(SHORTEST * LONGEST) for n in drawn) == pytest.approx(2000, abs=120)
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.5, 2), (0.99, 4), (0.25, 1), (1.0, 4)])
+def test_percentiles_are_values(share: float, value: float) -> None:
+    assert percentile([4, 1, 3, 2], share) == value
+    assert percentile([], share) == 0
+
+
+def test_latencies_are_those_of_tokens() -> None:
+    one, two, lost = Served(10.0), Served(12.0), Served(13.0)
+    one.chunk(11.0, 1)
+    one.chunk(11.5, 4)  # three tokens at once: one has waited half a second, two have not
+    two.chunk(12.5, 2)
+    one.counters = {"partial_verifications": 3, "full_verifications": 1}
+    lost.error = "refused"
+    found = figures_of([one, two, lost])
+    assert found["answered"] == 2 and found["failed"] == 1
+    assert found["tok_s"] == pytest.approx(6 / 2.5)
+    assert found["first_token_p50_s"] == 0.5 and found["first_token_p99_s"] == 1.0
+    assert found["between_tokens_p50_ms"] == 0 and found["between_tokens_p99_ms"] == 500
+    assert found["partial_share"] == 0.75
+    assert "partial_share" not in figures_of([two])
+    assert figures_of([lost])["tok_s"] == 0
+
+
+def test_requests_are_sent_on_time_and_all_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(server: Any, ids: list[int], new_tokens: int, served: Served) -> None:
+        served.chunk(served.sent + 0.01, new_tokens)
+
+    monkeypatch.setattr(steady_arrivals, "request", answer)
+    found = steady_arrivals.run(None, rate=50, seconds=0.2, new_tokens=3)  # type: ignore[arg-type]
+    assert len(found) == 10 and all(len(s.times) == 3 for s in found)
+    assert found[-1].sent - found[0].sent >= 0.17
+
+
+def test_full_verifications_among_partial_ones_are_no_gaps() -> None:
+    def line(ms: float, batch: int = 2) -> dict[str, Any]:
+        return {"batch": batch, "wall_ms": ms / 2, "gap_ms": ms / 2}
+
+    lines = (
+        [line(10.0)] * 6 + [line(30.0)] * 2 + [line(900.0), line(10.0, 1), {"batch": 2, "wall_ms": 1, "gap_ms": None}]
+    )
+    found = steady(lines, 2, 4.0)
+    assert found["steady_ms_step"] == pytest.approx((60 + 60) / 8)
+    assert found["steady_tok_s"] == pytest.approx(1000 * 2 * 4 / 15)
+    assert steady([], 2, 4.0) == {}
+
+
+def test_systems_of_ours_say_their_mode(tmp_path: Path) -> None:
+    models = {name: tmp_path / name for name in ("target", "eagle3", "longdraft", "longdraft-eagle3", "counts")}
+    modes = {}
+    for system in ("longdraft", "longdraft-exact", "longdraft-eagle3-partial", "longdraft-exact-sync"):
+        words, environment = launch_command(system, models, 1000)
+        given = json.loads(environment["LONGDRAFT_SETTINGS"])
+        modes[system] = given.get("mode"), words[words.index("--speculative-draft-model-path") + 1]
+        assert ("--disable-overlap-schedule" in words) == system.endswith("-sync")
+    assert modes == {
+        "longdraft": (None, str(models["longdraft"])),
+        "longdraft-exact": ("exact", str(models["longdraft"])),
+        "longdraft-eagle3-partial": ("partial", str(models["longdraft-eagle3"])),
+        "longdraft-exact-sync": ("exact", str(models["longdraft"])),
+    }
+
+
+def test_agreement_counts_tokens_of_all_answers() -> None:
+    counters = {
+        "gained_on_view": 20,
+        "confirmed": 15,
+        "cycles_refused": 1,
+        "full_verifications": 1,
+        "partial_verifications": 20,
+    }
+    answers = [{"meta_info": {"longdraft": [{}, counters]}}] * 3
+    assert summed(answers)["confirmed"] == 45
+    assert same_tokens([1, 2, 3], [1, 2, 4]) == 2 and same_tokens([1, 2], [1, 2, 3]) == 2
+    args = view_agreement.parse(["--target", "T", "--documents", "D", "--record", "R"])
+    args.dtype = "float32"
+    words, environment = command(args, Case("quest", 512), True)
+    given = json.loads(environment["LONGDRAFT_SETTINGS"])
+    assert given["view_selector"] == "quest" and given["view_tokens"] == 512 and given["self_draft"]
+    assert words.count("--dtype") == 1
