@@ -149,6 +149,11 @@ def _check_views(server_args: Any, settings: ServeSettings) -> None:
         remedy = "leave one of them out" if settings.self_draft else "give one with --draft, or set self_draft"
         has = "a draft and self_draft" if settings.self_draft else "no draft"
         raise UserError(f"mode={settings.mode!r} has {has}: {remedy}")
+    chain = 1 if settings.self_draft else (server_args.speculative_num_steps or 4) + 1
+    if settings.pending < chain:
+        raise UserError(
+            f"pending={settings.pending} has no room for one partial round, which gains up to {chain} tokens: write {chain} or more"
+        )
     if server_args.device == "cuda" and settings.attention in ("flashinfer", "torch"):
         raise UserError(
             f"attention={settings.attention!r} plans on the host, which mode={settings.mode!r} does not wait for: use fa3, triton or auto"

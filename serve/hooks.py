@@ -150,11 +150,12 @@ def mask_on_cpu(original: Any, *args: Any, **kwargs: Any) -> None:
 def waits_for_host(original: Any, self: Any, batch: Any) -> bool:
     """SGLang finishes the round before first where a grammar needs its tokens; here other things need them too.
 
-    It asks before every batch, which is where we see whether a prefill waits.
+    It asks before every batch, which is where we see whether a prefill could run but for the batch: what waits beside a full batch
+    waits for requests to end, not for a step.
     """
     tell = getattr(self.model_worker, "prefill_waits", None)
     if tell is not None:
-        tell(bool(self.waiting_queue))
+        tell(bool(self.chunked_req is not None or (self.waiting_queue and not self.running_batch.batch_is_full)))
     if original(self, batch):
         return True
     asks = getattr(self.model_worker, "needs_host", None)

@@ -195,6 +195,15 @@ class ServeSettings(Settings):
         """Whether the server keeps views, so that its requests may ask for the modes that need them."""
         return self.mode in VIEWED
 
+    @field_validator("view_selector")
+    @classmethod
+    def _selector_is_known(cls, value: str) -> str:
+        try:
+            make_selector(value)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return value
+
     @field_validator("tree", mode="before")
     @classmethod
     def _one_width_is_a_shape(cls, value: Any) -> Any:

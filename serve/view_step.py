@@ -87,7 +87,7 @@ class ViewStep(DeviceStep):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.chain = self.stride - self.settings.pending  # new tokens of a request in a partial round
-        self.started: tuple[float, Roster, CyclePlan, list[int]] | None = None  # the latest cycle
+        self.ended: tuple[float, list[Any]] | None = None  # when the latest cycle was processed, and whose it was
 
     def prefilled(self, batch: ScheduleBatch) -> None:
         super().prefilled(batch)
@@ -103,7 +103,9 @@ class ViewStep(DeviceStep):
             table = batch.req_to_token_pool.req_to_token
             self.views.choose(row_B, self.chooser.choose(queries, row_B, table, length_B, max(lengths)))
         except Exception:
-            logger.exception("longdraft: no view could be chosen behind a prefill, its requests read their whole cache")
+            logger.exception(
+                "longdraft: no view could be chosen behind a prefill, its requests read sinks and the newest tokens"
+            )
 
     def prefill_waits(self, waits: bool) -> None:
         self.planner.prefill_waits = waits
@@ -126,27 +128,37 @@ class ViewStep(DeviceStep):
         roster = self._roster(batch)
         if not roster.hosted:
             return super()._run(batch)
-        if "partial" in roster.modes:
-            self._repair(batch, roster)
+        exact = [self._repair(batch, roster)] * len(roster.reqs) if "partial" in roster.modes else None
+        before = [self._ledger(r) for r in roster.reqs]
         result = super()._run(batch)
         row_B, new_B = batch.req_pool_indices, result.new_seq_lens
-        self.views.exact_R[row_B] = new_B
-        for req, length in zip(roster.reqs, new_B.tolist(), strict=True):
-            stats.attach(req, self.mode_of(req)).ledger = Ledger(length, length)
+        for b, (req, length) in enumerate(zip(roster.reqs, new_B.tolist(), strict=True)):
+            kept = exact is None or exact[b] or roster.modes[b] != "partial"
+            until = length if kept else before[b].exact
+            self.views.exact_R[row_B[b]] = until
+            stats.attach(req, self.mode_of(req)).ledger = Ledger(length, until)
         return result
 
-    def _repair(self, batch: ScheduleBatch, roster: Roster) -> None:
-        """Compute pending tokens anew: a round on the host reads the whole cache."""
+    def _repair(self, batch: ScheduleBatch, roster: Roster) -> bool:
+        """Compute pending tokens anew: a round on the host reads the whole cache. Says whether that could be done."""
         assert self.newest_R is not None, "a prefill comes first"
         row_B, table_RW = batch.req_pool_indices, batch.req_to_token_pool.req_to_token
         running = Running(roster.rids, row_B, table_RW, batch.seq_lens, self.newest_R[row_B])
         none_B, lead_B = torch.zeros_like(running.length_B), running.length_B - self.views.exact_R[row_B]
-        self.views.remember(row_B, running.length_B, running.newest_B[:, None])
-        ready = Ready(running, none_B, none_B, lead_B, self._no_drafts(len(row_B), running))
-        self._verify_last(batch, roster, running, ready, self.stride, None)
+        if int(lead_B.max()) >= self.stride:
+            return False
+        try:
+            self.views.remember(row_B, running.length_B, running.newest_B[:, None])
+            ready = Ready(running, none_B, none_B, lead_B, self._no_drafts(len(row_B), running))
+            self._verify_last(batch, roster, running, ready, self.stride, None)
+        except Exception:
+            logger.exception("longdraft: pending tokens could not be computed anew, they stay as they are")
+            return False
+        return True
 
     def _learn(self, reqs: list[Any], more: Any, gained: list[int]) -> None:
-        plan, facts_4B = more
+        (plan, lengths), facts_4B = more
+        self._time(reqs, plan, lengths)
         proposed, confirmed, doubtful, first = facts_4B.tolist()
         for tokens in first:
             self.planner.choice.gained(tokens)
@@ -154,7 +166,7 @@ class ViewStep(DeviceStep):
             if req.finished() or req.is_retracted:
                 continue
             counters = stats.attach(req, self.settings.mode)
-            counted = 0 if plan.everything[b] else proposed[b]
+            counted = proposed[b] if counters.mode == "exact" and not plan.everything[b] else 0
             fell = self.planner.processed(
                 self._ledger(req), gained[b] + 1, counted, min(confirmed[b], counted), bool(doubtful[b])
             )
@@ -164,7 +176,6 @@ class ViewStep(DeviceStep):
         ledgers = [self._ledger(r) for r in roster.reqs]
         lengths = [Tokens(r).cached for r in roster.reqs]
         plan = self.planner.plan(ledgers, roster.modes, lengths)
-        self._time(roster, plan, lengths)
         device = running.length_B.device
         full_B = to_device(plan.full, torch.bool, device)
         everything_B = to_device(plan.everything, torch.bool, device) if any(plan.everything) else None
@@ -178,6 +189,7 @@ class ViewStep(DeviceStep):
             logger.exception(
                 "longdraft: a full verification failed, its requests are verified without what was proposed"
             )
+            self.planner.failed()
             ready = replace(ready, gained_B=torch.zeros_like(full_B, dtype=torch.int64))
             plan = replace(plan, full=tuple(mode != "partial" for mode in roster.modes), rounds=0, room=0)
             full_B = to_device(plan.full, torch.bool, device)
@@ -185,10 +197,10 @@ class ViewStep(DeviceStep):
             width = last.id_BK.shape[1] + 1
         gained = self._gain(roster, last)
         confirmed_B, doubtful_B = torch.minimum(last.kept_B, ready.gained_B), self._doubtful(plan, last, gained)
-        first_B = torch.where(full_B, ready.first_B, gained.count_B)
+        first_B = torch.where(full_B, ready.first_B, gained.count_B * (ready.drafts.limit_B == self.chain - 1))
         facts_4B = torch.stack([ready.gained_B, confirmed_B, doubtful_B, first_B])
         self.planner.launched(ledgers, plan)
-        self._launch(roster, last.limit_B - last.lead_B, (plan, facts_4B))
+        self._launch(roster, last.limit_B - last.lead_B, ((plan, lengths), facts_4B))
         with self.clock.phase("keep"):
             row_B, exact_B = running.row_B, running.length_B + gained.count_B
             self.views.remember(row_B, running.length_B + 1, gained.id_BN)
@@ -198,12 +210,12 @@ class ViewStep(DeviceStep):
         with self.clock.phase("keep"):
             return self._returned(batch, running, gained, last.seen)
 
-    def _time(self, roster: Roster, plan: CyclePlan, lengths: list[int]) -> None:
-        """From the start of a cycle to that of the next one of the same requests; what else ran in between makes an outlier."""
-        now, before = time.perf_counter(), self.started
-        self.started = now, roster, plan, lengths
-        if before is not None and before[1] is roster and all(before[2].full):
-            self.planner.choice.timed(1e3 * (now - before[0]), before[2].rounds, before[3])
+    def _time(self, reqs: list[Any], plan: CyclePlan, lengths: list[int]) -> None:
+        """From the end of one cycle to that of the next of the same requests; what else ran in between makes an outlier."""
+        now, before = time.perf_counter(), self.ended
+        self.ended = now, reqs
+        if before is not None and before[1] is reqs and all(plan.full):
+            self.planner.choice.timed(1e3 * (now - before[0]), plan.rounds, lengths)
 
     def _rounds(
         self,
@@ -270,8 +282,11 @@ class ViewStep(DeviceStep):
         return more_B, replace(at, length_B=at.length_B + more_B, newest_B=newest_B)
 
     def _reading(self, running: Running) -> Running:
-        """The batch with what its drafts read chosen."""
-        return replace(running, chosen=self.views.pages(running, None, self.view_width, 0))
+        """The batch with what its drafts read chosen: of a request without a list too much, so that they read sinks and the newest."""
+        pages_BW, lens_B = self.views.pages(running, None, self.view_width, 0)
+        short_B = running.length_B <= self.view_width
+        lens_B = torch.where(self.views.listed(running.row_B) | short_B, lens_B, pages_BW.shape[1] + 1)
+        return replace(running, chosen=(pages_BW, lens_B))
 
     def _chain_limits(self, roster: Roster, running: Running) -> torch.Tensor:
         return super()._chain_limits(roster, running).clamp_max(self.chain - 1)

@@ -11,7 +11,7 @@ from longdraft.serve.views.round_choice import RoundChoice
 
 SHARE_BLEND = 0.1  # of the newest cycle in a request's share of confirmed tokens
 CHANCE_BLEND = 0.01  # of one token in the chance of tokens to be confirmed
-PAUSE = 16  # cycles for which a request that confirms badly reads its whole cache
+PAUSE = 16  # cycles for which a request that confirms badly reads its whole cache, and a server whose verification failed goes gently
 
 
 def rooms(pending: int) -> list[int]:
@@ -80,6 +80,7 @@ class CyclePlanner:
         self.settings, self.chain, self.choice = settings, chain, choice
         self.rooms = rooms(settings.pending)
         self.prefill_waits = False
+        self.careful = 0  # cycles that still do without partial rounds
 
     def plan(self, ledgers: Sequence[Ledger], modes: Sequence[str], lengths: Sequence[int]) -> CyclePlan:
         """The next cycle of a batch.
@@ -89,28 +90,41 @@ class CyclePlanner:
             lengths: cached tokens of each, as far as the host knows.
         """
         both = list(zip(modes, ledgers, strict=True))
+        lost = tuple(mode == "partial" and self._lost(ledger) for mode, ledger in both)
         short = tuple(mode == "partial" and self._short(ledger) for mode, ledger in both)
         everything = tuple(
-            small or mode in ("full", "off") or ledger.paused > 0
-            for small, (mode, ledger) in zip(short, both, strict=True)
+            small or gone or mode == "full" or (mode == "exact" and ledger.paused > 0)
+            for small, gone, (mode, ledger) in zip(short, lost, both, strict=True)
         )
         if "exact" not in modes:
             due = tuple(
-                mode == "partial" and not small and self._due(ledger)
-                for small, (mode, ledger) in zip(short, both, strict=True)
+                mode == "partial" and not small and not gone and self._due(ledger)
+                for small, gone, (mode, ledger) in zip(short, lost, both, strict=True)
             )
-            full = tuple(all_ or refresh for all_, refresh in zip(everything, due, strict=True))
+            full = tuple(
+                refresh or mode == "off" or (all_ and not gone)
+                for all_, refresh, gone, mode in zip(everything, due, lost, modes, strict=True)
+            )
             return CyclePlan(0, full, everything, self.settings.pending if any(due) else 0)
         on_view = [
             ledger for (mode, ledger), all_ in zip(both, everything, strict=True) if mode == "exact" and not all_
         ]
         rounds = self._rounds(on_view, lengths)
         room = self.settings.pending if "partial" in modes else self._room(rounds)
-        return CyclePlan(rounds, (True,) * len(both), everything, room)
+        return CyclePlan(rounds, tuple(not gone for gone in lost), everything, room)
 
     def _short(self, ledger: Ledger) -> bool:
-        """Whether a view would hold the whole cache of a request of mode ``partial``: it is verified fully in every round."""
-        return ledger.length == ledger.exact and ledger.length + 2 * self.chain <= self.settings.view_tokens
+        """Whether a request of mode ``partial`` is verified fully in every round: nothing is pending, and a view would hold it."""
+        return not ledger.pending(1) and self._fits(ledger)
+
+    def _fits(self, ledger: Ledger) -> bool:
+        return ledger.length + 2 * self.chain <= self.settings.view_tokens
+
+    def _lost(self, ledger: Ledger) -> bool:
+        """Whether more is pending than a full verification has room for, since several have failed: the request goes on over its
+        whole cache as it is, and hands back what was exact before.
+        """
+        return ledger.pending(1) >= self.settings.pending + self.chain
 
     def _room(self, rounds: int) -> int:
         """For what so many rounds usually gain: every token more costs the last verification a row of each request."""
@@ -126,15 +140,23 @@ class CyclePlanner:
         most = min(self.settings.pending, self.settings.refresh_every or self.settings.pending)
         usual = ledger.pending(self.choice.gain) + self.choice.gain
         least = ledger.pending(1) + 1
-        return ledger.doubtful or usual > max(most, self.chain) or least > most + self.chain - 1
+        few = ledger.doubtful or self._fits(ledger)
+        return few or usual > max(most, self.chain) or least > most + self.chain - 1
 
     def _rounds(self, on_view: Sequence[Ledger], lengths: Sequence[int]) -> int:
         most = self.settings.pending // self.chain
+        if self.careful:
+            self.careful -= 1
+            return 0
         if self.settings.rounds is not None:
             wanted = min(self.settings.rounds, self.settings.pending)
         else:
             wanted = self.choice.pick([ledger.chance for ledger in on_view], lengths, most)
         return min(wanted, 1) if self.prefill_waits else wanted
+
+    def failed(self) -> None:
+        """A wide verification failed, for want of memory perhaps: the next cycles do without what makes it wide."""
+        self.careful = PAUSE
 
     def launched(self, ledgers: Sequence[Ledger], plan: CyclePlan) -> None:
         """A cycle of the batch is on its way."""

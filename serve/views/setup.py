@@ -53,7 +53,7 @@ def keep_views(
     remembered = settings.pending + 2 * step.stride
     rows, columns = table.shape
     lists = len(tap.layers) if by_layer else 1
-    step.views = ViewState(rows, columns, budget.columns, remembered, table.device, lists)
+    step.views = ViewState(rows, columns, budget.columns, remembered, table.device, lists, budget.sinks)
     scale = next(layer.scaling for _, layer in attention_layers(runner.model))
     step.chooser = ViewChooser(selector, budget, runner.token_to_kv_pool, tap, scale, scales, by_layer)
     choice = RoundChoice(read_bytes(runner, drafter, settings, step.chain), max_ms=settings.max_cycle_ms)

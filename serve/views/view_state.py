@@ -19,7 +19,14 @@ class ViewState:
     """
 
     def __init__(
-        self, rows: int, columns: int, view: int, remembered: int, device: torch.device, lists: int = 1
+        self,
+        rows: int,
+        columns: int,
+        view: int,
+        remembered: int,
+        device: torch.device,
+        lists: int = 1,
+        sinks: int = 16,
     ) -> None:
         """Allocate.
 
@@ -29,7 +36,9 @@ class ViewState:
             remembered: latest tokens that are kept of each request.
             device: of the page table.
             lists: of each request: one, or one for every layer of the target.
+            sinks: leading tokens that are read of a request whose view held everything and has become too long.
         """
+        self.sinks = sinks
         self.columns, self.lists = columns, lists
         self.column_LRV = torch.zeros(lists, rows, view, dtype=torch.int32, device=device)
         self.count_LR = torch.zeros(lists, rows, dtype=torch.int64, device=device)
@@ -77,6 +86,10 @@ class ViewState:
         """
         return self._pages(running, self.lists - 1, everything_B, width, count)
 
+    def listed(self, row_B: torch.Tensor) -> torch.Tensor:
+        """Requests that have a list of chosen columns, bool ``[B]``; the others read everything, or what is left of it."""
+        return self.count_LR[-1, row_B] > 0
+
     def layer_pages(self, running: Running, width: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`pages` of every list: ``[L, B, width + count]`` and ``[L, B]``; of one list, without the first dimension."""
         if self.lists == 1:
@@ -88,15 +101,16 @@ class ViewState:
         self, running: Running, at: int, everything_B: torch.Tensor | None, width: int, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         count_B, start_B = self.count_LR[at, running.row_B], self.start_R[running.row_B]
-        start_B = torch.maximum(
-            start_B, running.length_B + count_B - width
-        )  # what grew too long loses its oldest recent tokens
+        grown_B = (count_B == 0) & (start_B == 0) & (running.length_B > width)  # no list, and too long to be read whole
+        count_B = torch.where(grown_B, min(self.sinks, width), count_B)
+        start_B = torch.maximum(start_B, running.length_B + count_B - width)  # the oldest recent tokens make room
         if everything_B is not None:
             count_B, start_B = (torch.where(everything_B, 0, x) for x in (count_B, start_B))
         at_W = torch.arange(width + count, device=count_B.device)
         chosen_BV = self.column_LRV[at, running.row_B]
         if (more := width + count - chosen_BV.shape[1]) > 0:
             chosen_BV = torch.nn.functional.pad(chosen_BV, (0, more))
+        chosen_BV = torch.where(grown_B[:, None], torch.arange(chosen_BV.shape[1], device=at_W.device).int(), chosen_BV)
         later_BW = start_B[:, None] + at_W - count_B[:, None]
         column_BW = torch.where(at_W < count_B[:, None], chosen_BV[:, : width + count].long(), later_BW)
         slot_BW = running.table_RW[running.row_B[:, None], column_BW.clamp(0, self.columns - 1)]
