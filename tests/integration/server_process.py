@@ -161,3 +161,16 @@ def tokens(answer: dict[str, Any]) -> list[int]:
 def counters(answer: dict[str, Any]) -> dict[str, Any]:
     """Our totals of a finished request."""
     return dict(answer["meta_info"]["longdraft"][-1])
+
+
+def refused(target: Path, log: Path, *arguments: str, **settings: Any) -> str:
+    """The one line with which a start that must fail ends; ``settings`` are ours."""
+    command = ["-m", "sglang.launch_server", "--model-path", str(target), "--port", "1", *CPU_ARGUMENTS]
+    own = {"SGLANG_PLUGINS": "longdraft", "LONGDRAFT_SETTINGS": json.dumps(settings)}
+    ended = warm.start([*command, *SPECULATIVE, *arguments], {**os.environ, **CPU, **own}, log)
+    status, text = ended.wait(120), log.read_text()
+    assert status == 2, text[-2000:]
+    assert "Traceback" not in text
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    return errors[0]

@@ -1,7 +1,6 @@
 """What must not take a server down or bend an answer: failures, NaN drafts, tight memory, the context limit, aborts, refusals."""
 
 import json
-import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from server_process import CPU_ARGUMENTS, SPECULATIVE, STRICT, HttpError, ServerProcess, counters, tokens
+from server_process import SPECULATIVE, STRICT, HttpError, ServerProcess, counters, refused, tokens
 from tiny_draft import known_prompts
-from warm_python import CPU, warm
 
 KNOWN = [p.tolist() for p in known_prompts()]
 LONG = {"max_new_tokens": 60, "ignore_eos": True}
@@ -158,18 +156,6 @@ def test_a_cache_flush_between_requests(plain: ServerProcess, drafted: ServerPro
         assert reply.status == 200
     again = drafted.generate(KNOWN[0], LONG)
     assert tokens(again) == want and again["meta_info"]["cached_tokens"] == 0
-
-
-def refused(target: Path, log: Path, *arguments: str) -> str:
-    """The one line with which a start that must fail ends."""
-    command = ["-m", "sglang.launch_server", "--model-path", str(target), "--port", "1", *CPU_ARGUMENTS]
-    environment = {**os.environ, **CPU, "SGLANG_PLUGINS": "longdraft"}
-    ended = warm.start([*command, *SPECULATIVE, *arguments], environment, log)
-    text = log.read_text() if ended.wait(120) == 2 else pytest.fail(log.read_text()[-2000:])
-    assert "Traceback" not in text
-    errors = [line for line in text.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    return errors[0]
 
 
 def test_drafts_that_do_not_fit_end_the_start_in_one_line(tiny_target: Path, tiny_draft: Path, tmp_path: Path) -> None:

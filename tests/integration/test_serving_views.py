@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_process import SPECULATIVE, STRICT, ServerProcess, counters, tokens
+from server_process import SPECULATIVE, STRICT, HttpError, ServerProcess, counters, refused, tokens
 from tiny_draft import known_prompts
 
 KNOWN = [p.tolist() for p in known_prompts()]
@@ -112,19 +112,77 @@ def test_requests_that_need_their_text_are_verified_fully(plain: ServerProcess, 
     assert got == want
 
 
-def test_many_requests_of_all_modes_lose_no_slot(viewed: ServerProcess) -> None:
-    draw, before = random.Random(3), viewed.idle_slots()
+SLOTS = 900
+MODES = ["exact", "partial", "full", "off"]
+
+
+@pytest.fixture(scope="module")
+def tight(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """As ``viewed``, with so little memory that requests are retracted."""
+    arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(tiny_draft), "--schedule-conservativeness", "0.05"]
+    given = {**STRICT, "LONGDRAFT_SETTINGS": f'{{"mode": "partial", "rounds": 2, {VIEW}}}'}
+    log = tmp_path_factory.mktemp("tight") / "log"
+    with ServerProcess(tiny_target, arguments, log, given, SLOTS, overlap=True) as server:
+        yield server
+
+
+def test_three_hundred_requests_under_retractions_and_aborts_lose_no_slot(
+    plain: ServerProcess, tight: ServerProcess
+) -> None:
+    """S3, P11: and what is exact stays so, before a retraction and behind one."""
+    prompts = [long_prompt(70, i) for i in range(8)]
+    sampling = [{"temperature": 0, **mode(MODES[i % 4], max_new_tokens=110)} for i in range(8)]
+    together = tight.post("/generate", {"input_ids": prompts, "sampling_params": sampling})  # must run short of memory
+    assert sum(a["meta_info"]["num_retractions"] for a in together) > 0, "memory was meant to run short"
+    for i, answer in enumerate(together):
+        assert counters(answer)["mode"] == MODES[i % 4] and len(tokens(answer)) == 110
+        if MODES[i % 4] != "partial":
+            assert tokens(answer) == tokens(plain.generate(prompts[i], {"max_new_tokens": 110, "ignore_eos": True}))
+
+    draw = random.Random(3)
+    plans = [(draw.choice(MODES), draw.randrange(1, 250), draw.randrange(1, 50), draw.random()) for _ in range(292)]
 
     def one(i: int) -> None:
-        name = draw.choice(["exact", "partial", "full", "off"])
-        prompt, count = long_prompt(draw.randrange(1, 500), i), draw.randrange(1, 60)
-        if draw.random() < 0.3:  # the connection is dropped in the middle
-            for chunk in viewed.stream(prompt, mode(name, max_new_tokens=count)):
-                if len(tokens(chunk)) > count // 2:
-                    break
-        else:
-            assert len(tokens(viewed.generate(prompt, mode(name, max_new_tokens=count)))) == count
+        name, length, count, fate = plans[i]
+        prompt, params = long_prompt(length, length % 40), mode(name, max_new_tokens=count)
+        params["temperature"] = 0.7 * (i % 3 == 0)
+        if fate > 0.4:
+            assert len(tokens(tight.generate(prompt, params))) == count
+            return
+        for chunk in tight.stream(prompt, params, rid=f"r{i}"):
+            if len(tokens(chunk)) > count * fate:
+                if fate < 0.2:
+                    return  # the client hangs up
+                tight.open("/abort_request", {"rid": f"r{i}"}).read()
 
     with ThreadPoolExecutor(10) as pool:
-        list(pool.map(one, range(60)))
-    assert viewed.idle_slots() == before
+        list(pool.map(one, range(len(plans))))
+    assert tight.idle_slots() == SLOTS
+    text = tight.log.read_text()
+    assert tight.alive and "leak" not in text and "Traceback" not in text
+
+
+def test_a_server_without_views_refuses_what_needs_one(drafted: ServerProcess) -> None:
+    for name in ("exact", "partial"):
+        with pytest.raises(HttpError) as error:
+            drafted.generate(KNOWN[0], mode(name))
+        assert error.value.status == 400
+        for part in (f"custom_params.longdraft.mode='{name}'", "start it with --mode", "or ask for full"):
+            assert part in error.value.text
+    with pytest.raises(HttpError) as error:
+        drafted.generate(KNOWN[0], mode("exactly"))
+    assert error.value.status == 400 and "exactly" in error.value.text
+
+
+def test_views_that_cannot_be_served_end_the_start_in_one_line(
+    tiny_target: Path, tiny_draft: Path, tmp_path: Path
+) -> None:
+    log, draft = tmp_path / "log", ("--speculative-draft-model-path", str(tiny_draft))
+    bare = refused(tiny_target, log, mode="exact")
+    assert "mode='exact' has no draft" in bare and "--draft" in bare and "self_draft" in bare
+    tree = refused(tiny_target, log, *draft, mode="exact", tree="4,4,4,4")
+    assert "tree='4,4,4,4' with mode='exact'" in tree and "leave the tree out" in tree
+    small = refused(tiny_target, log, *draft, mode="partial", view_tokens=64)
+    assert "tokens=64" in small and "write 176 or more" in small
+    tiny = refused(tiny_target, log, *draft, mode="exact", view_tokens=20)
+    assert "view_tokens" in tiny and "64" in tiny
