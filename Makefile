@@ -1,5 +1,6 @@
 # make demo      train a draft on the CPU, serve with and without it, write demo/report.json and demo/report.png
 # make test      lint, then all tests that need no GPU, in two processes (WORKERS=2)
+# make test-long mode exact on a real model with every selector and budget: minutes on a GPU, a night on a CPU
 # make lint      ruff, mypy, import-linter
 # make gpu-test  tests that need a GPU
 # The environment (.venv) is made on the first call and again when pyproject.toml changes.
@@ -12,7 +13,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint gpu-test clean
+.PHONY: help env demo test test-long lint gpu-test clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -40,6 +41,9 @@ lint: $(STAMP)
 # Whole files go to the next free worker: fixtures of a file start servers.
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest tests/long $(PYTEST_ARGS)
 
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)

@@ -137,3 +137,15 @@ def write_training_text(path: Path, seed: int = 0) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({"name": name, "text": text}) + "\n" for name, text in documents))
     return len(documents)
+
+
+def write_long_text(path: Path, count: int) -> None:
+    """Write the longest texts that every machine has as JSONL, code and prose in turn."""
+    sources = [pair for pair in source_documents() if "/" not in pair[0]]
+    kinds = [
+        sorted(found, key=lambda pair: (-len(pair[1]), pair[0]))
+        for found in (sources, topic_documents() + description_documents())
+    ]
+    mixed = [pair for pairs in zip(*kinds, strict=False) for pair in pairs][:count]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"id": name, "text": text}) + "\n" for name, text in mixed))

@@ -4,14 +4,19 @@ One server for each selector and budget, several at once. In mode ``exact`` with
 view, one at a time, and a full verification says how many of them the target would have chosen (the table of the design, section
 6, from the product itself). In mode ``partial`` the same server returns what the view chose, which is compared with the target's
 own answer: tokens up to the first that differs, whole answers, and both texts for :mod:`longdraft.bench.view_quality`.
-Answers whose plain text loops are left out.
+Answers whose plain text loops are left out there.
+
+In mode ``exact`` every answer, looping or not, must be plain decoding's; in float32 that is checked. With ``--identity`` nothing
+else is asked: greedy answers, and sampled ones with a seed for every prompt (V1, P8). That is ``make test-long``, with every selector,
+the worst blocks among them, on prompts of 40 to 7,900 tokens. With ``--draft`` chains are drafted in place of single tokens.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +25,15 @@ import torch
 
 from longdraft.bench.gpu_full_speed import generate
 from longdraft.bench.record import make_record, write_record
+from longdraft.bench.seeded_identity import SAMPLING, WHOLE_FLOAT32, differences
 from longdraft.bench.server import Server
 from longdraft.draft_models.repetition import ALLOWED, repeated_share
 from longdraft.errors import UserError
 from longdraft.serve.launch import CPU_DEFAULTS, CPU_ENVIRONMENT, CPU_SWITCHES
 
 PENDING = 20
+STEPS = 4  # of a draft's chains
+SMALL = 256  # tokens of a view below which it has fewer sinks and recent ones than usual
 QUESTION = "Summarize the report above in a few sentences."
 
 
@@ -40,13 +48,29 @@ class Case:
     def name(self) -> str:
         return f"{self.selector}_{self.tokens}"
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The server's."""
+        fewer = {"view_sinks": 16, "view_recent": 32} if self.tokens < SMALL else {}
+        return {"view_selector": self.selector, "view_tokens": self.tokens, **fewer}
 
-def read_documents(path: Path, tokenizer: Any, longest: int, ask: bool) -> list[dict[str, Any]]:
-    """Prompts of a JSONL file: the first tokens of every ``text``, to be continued or, with ``ask``, to be summarised in chat form."""
+
+def read_documents(
+    path: Path, tokenizer: Any, lengths: Sequence[int], ask: bool, count: int | None = None
+) -> list[dict[str, Any]]:
+    """Prompts of a JSONL file: the first tokens of every ``text``, to be continued or, with ``ask``, to be summarised in chat form.
+
+    Args:
+        path: of the file.
+        tokenizer: the target's.
+        lengths: tokens of each text at most, of one document after the other.
+        ask: whether to ask for a summary.
+        count: lines that are read; None: all.
+    """
     found = []
-    for line in path.read_text().splitlines():
+    for number, line in enumerate(path.read_text().splitlines()[:count]):
         row = json.loads(line)
-        ids = list(tokenizer(row["text"], verbose=False).input_ids)[:longest]
+        ids = list(tokenizer(row["text"], verbose=False).input_ids)[: lengths[number % len(lengths)]]
         if ask:
             text = f"{tokenizer.decode(ids)}\n\n{QUESTION}"
             chat = [{"role": "user", "content": text}]
@@ -54,6 +78,11 @@ def read_documents(path: Path, tokenizer: Any, longest: int, ask: bool) -> list[
             ids = list(tokenizer(asked, add_special_tokens=False).input_ids)
         found.append({"id": row.get("id"), "ids": ids, "reference": row.get("summary")})
     return found
+
+
+def digest(documents: list[dict[str, Any]]) -> str:
+    """By which two records can be seen to be of the same prompts."""
+    return hashlib.sha256(json.dumps([d["ids"] for d in documents]).encode()).hexdigest()
 
 
 def command(args: argparse.Namespace, case: Case, on_cpu: bool) -> tuple[list[str], dict[str, str]]:
@@ -64,31 +93,35 @@ def command(args: argparse.Namespace, case: Case, on_cpu: bool) -> tuple[list[st
     if on_cpu:
         words += [word for pair in CPU_DEFAULTS.items() if pair[0] not in words for word in pair] + [*CPU_SWITCHES]
     else:
-        share = f"{0.85 / args.parallel:.3f}"
-        words += ["--mem-fraction-static", share, "--attention-backend", args.attention_backend]
-        words += ["--max-total-tokens", str(args.batch * (args.prompt_tokens + args.new_tokens + 600))]
+        # The tokens say how large the pool is; a share for each server would seem spent where several start at once.
+        words += ["--mem-fraction-static", "0.6", "--attention-backend", args.attention_backend]
+        words += ["--max-total-tokens", str(args.batch * (max(args.prompt_tokens) + args.new_tokens + 600))]
         words += ["--cuda-graph-bs-decode", str(args.batch), "--sampling-backend", "pytorch", "--skip-server-warmup"]
-    settings = {
-        "mode": "exact",
-        "self_draft": True,
-        "pending": PENDING,
-        "rounds": PENDING,
-        "confirm_floor": 0.0,
-        "view_selector": case.selector,
-        "view_tokens": case.tokens,
-    }
-    plugin = {**CPU_ENVIRONMENT} if on_cpu else {}
+    drafting: dict[str, Any] = {"self_draft": True, "rounds": PENDING}
+    if args.draft is not None:
+        words += ["--speculative-draft-model-path", args.draft, "--speculative-num-steps", str(STEPS)]
+        drafting = {"rounds": PENDING // (STEPS + 1)}
+    settings = {"mode": "exact", "pending": PENDING, "confirm_floor": 0.0, **drafting, **case.settings}
+    plugin = {**CPU_ENVIRONMENT} if on_cpu else WHOLE_FLOAT32 if args.dtype == "float32" else {}
     return words, plugin | {"SGLANG_PLUGINS": "longdraft", "LONGDRAFT_SETTINGS": json.dumps(settings)}
 
 
-def answers(server: Server, prompts: list[list[int]], mode: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Greedy answers in one mode, a batch at a time."""
+def answers(
+    server: Server, prompts: list[list[int]], mode: str, args: argparse.Namespace, sampled: bool = False
+) -> list[dict[str, Any]]:
+    """Answers in one mode, a batch at a time: greedy, or with a seed for each prompt."""
     found: list[dict[str, Any]] = []
-    own = {"custom_params": {"longdraft": {"mode": mode}}}
+    own: dict[str, Any] = {"custom_params": {"longdraft": {"mode": mode}}, **(SAMPLING if sampled else {})}
     for start in range(0, len(prompts), args.batch):
         ids = prompts[start : start + args.batch]
-        found += generate(server, ids, args.new_tokens, [own] * len(ids))[1]
+        each = [own | ({"sampling_seed": start + i} if sampled else {}) for i in range(len(ids))]
+        found += generate(server, ids, args.new_tokens, each)[1]
     return found
+
+
+def ids_of(found: list[dict[str, Any]]) -> list[list[int]]:
+    """Tokens of each answer."""
+    return [list(answer["output_ids"]) for answer in found]
 
 
 def summed(found: list[dict[str, Any]]) -> dict[str, int]:
@@ -103,51 +136,101 @@ def same_tokens(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def one_case(
-    case: Case, args: argparse.Namespace, documents: list[dict[str, Any]], on_cpu: bool
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Figures of one view, and a row for each document."""
-    words, own = command(args, case, on_cpu)
-    prompts = [d["ids"] for d in documents]
-    with Server(case.name, words, args.logs / f"view-{case.name}.log", own) as server:
-        plain = [list(a["output_ids"]) for a in answers(server, prompts, "off", args)]
-        kept = [i for i, ids in enumerate(plain) if repeated_share(ids) <= ALLOWED]
-        if not kept:
-            raise UserError("every plain answer loops: give other documents")
-        documents, prompts, plain = [documents[i] for i in kept], [prompts[i] for i in kept], [plain[i] for i in kept]
-        exact, partial = (answers(server, prompts, mode, args) for mode in ("exact", "partial"))
-    seen, returned = summed(exact), summed(partial)
-    same = [same_tokens(a["output_ids"], p) for a, p in zip(partial, plain, strict=True)]
-    tried = seen["confirmed"] + seen["cycles_refused"]
+def identity(plain: list[list[int]], exact: list[dict[str, Any]], kind: str) -> tuple[dict[str, float], list[Any]]:
+    """Of one kind of answers: how many are plain decoding's, what views gained for them, and where the others part."""
+    seen, parted = summed(exact), differences(plain, ids_of(exact))
     figures = {
-        "documents": len(documents),
+        "identical": len(plain) - len(parted),
+        "partial_verifications": seen["partial_verifications"],
+        "gained_on_view": seen["gained_on_view"],
+        "confirmed": seen["confirmed"],
+    }
+    return {f"{kind}_{key}": value for key, value in figures.items()}, [{"kind": kind, **each} for each in parted]
+
+
+def agreement(
+    plain: list[list[int]], exact: list[dict[str, Any]], partial: list[dict[str, Any]]
+) -> tuple[dict[str, float], list[int]]:
+    """Figures of answers that do not loop, and how many leading tokens of each partial one are plain decoding's."""
+    seen, returned = summed(exact), summed(partial)
+    same = [same_tokens(got, want) for got, want in zip(ids_of(partial), plain, strict=True)]
+    tried = seen["confirmed"] + seen["cycles_refused"]
+    rounds = returned["partial_verifications"] + returned["full_verifications"]
+    figures = {
+        "documents": len(plain),
         "agreement": seen["confirmed"] / max(1, tried),
         "confirmed_of_20": PENDING * seen["confirmed"] / max(1, seen["gained_on_view"]),
-        "exact_identical": sum(list(a["output_ids"]) == p for a, p in zip(exact, plain, strict=True)),
-        "partial_identical": sum(list(a["output_ids"]) == p for a, p in zip(partial, plain, strict=True)),
+        "partial_identical": sum(got == want for got, want in zip(ids_of(partial), plain, strict=True)),
         "partial_same_tokens_mean": sum(same) / len(same),
-        "partial_rounds_share": returned["partial_verifications"]
-        / max(1, returned["partial_verifications"] + returned["full_verifications"]),
+        "partial_rounds_share": returned["partial_verifications"] / max(1, rounds),
     }
-    rows = [
-        {"case": case.name, "id": d["id"], "plain": p, "partial": list(a["output_ids"]), "same": n}
-        for d, p, a, n in zip(documents, plain, partial, same, strict=True)
-    ]
+    return figures, same
+
+
+def one_case(
+    case: Case, args: argparse.Namespace, documents: list[dict[str, Any]], on_cpu: bool
+) -> tuple[dict[str, float], list[Any], list[dict[str, Any]]]:
+    """Figures of one view, the answers of mode ``exact`` that are not plain decoding's, and a row for each document."""
+    words, own = command(args, case, on_cpu)
+    prompts = [d["ids"] for d in documents]
+    rows: list[dict[str, Any]] = []
+    with Server(case.name, words, args.logs / f"view-{case.name}.log", own) as server:
+        plain, exact = ids_of(answers(server, prompts, "off", args)), answers(server, prompts, "exact", args)
+        figures, parted = identity(plain, exact, "exact")
+        if args.identity:
+            noisy = ids_of(answers(server, prompts, "off", args, sampled=True))
+            more, found = identity(noisy, answers(server, prompts, "exact", args, sampled=True), "seeded")
+            figures |= more | {"seeded_differ_from_greedy": len(differences(plain, noisy))}
+            parted += found
+        else:
+            kept = [i for i, ids in enumerate(plain) if repeated_share(ids) <= ALLOWED]
+            if not kept:
+                raise UserError("every plain answer loops: give other documents")
+            partial = answers(server, [prompts[i] for i in kept], "partial", args)
+            plain, exact = [plain[i] for i in kept], [exact[i] for i in kept]
+            more, same = agreement(plain, exact, partial)
+            figures |= more
+            rows = [
+                {"case": case.name, "id": documents[i]["id"], "plain": p, "partial": a, "same": n}
+                for i, p, a, n in zip(kept, plain, ids_of(partial), same, strict=True)
+            ]
     print(json.dumps({"case": case.name, **figures}), flush=True)
-    return {f"{case.name}_{key}": round(float(value), 4) for key, value in figures.items()}, rows
+    named = {f"{case.name}_{key}": round(float(value), 4) for key, value in figures.items()}
+    return named, [{"case": case.name, **each} for each in parted], rows
+
+
+def checks_of(
+    cases: Sequence[Case], missing: Sequence[str], figures: dict[str, float], prompts: int, args: argparse.Namespace
+) -> dict[str, bool]:
+    """What a record answers for: that all ran, that views were read, and in float32 that every token is plain decoding's."""
+    ran = [case.name for case in cases if case.name not in missing]
+    kinds = ("exact", "seeded") if args.identity else ("exact",)
+    checks = {
+        "every_case_ran": not missing,
+        "views_were_read": all(figures[f"{name}_{kind}_partial_verifications"] > 0 for name in ran for kind in kinds),
+    }
+    if args.dtype == "float32":
+        for kind in kinds:
+            checks[f"{kind}_identical"] = all(figures[f"{name}_{kind}_identical"] == prompts for name in ran)
+    if args.identity:
+        differ = [figures[f"{name}_seeded_differ_from_greedy"] for name in ran]
+        checks["most_seeded_answers_differ_from_greedy"] = all(count > prompts / 2 for count in differ)
+    return checks
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="longdraft bench view_agreement", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--target", required=True)
     parser.add_argument("--documents", type=Path, required=True, help="JSONL with text, and summary where there is one")
+    parser.add_argument("--draft", help="folder of a draft; without one the target drafts for itself")
+    parser.add_argument("--identity", action="store_true", help="mode exact alone, greedy and seeded")
     parser.add_argument("--ask", action="store_true", help="ask for a summary in place of continuing the text")
     parser.add_argument("--selectors", nargs="+", default=["mass", "quest", "specpv", "snapkv", "streaming"])
     parser.add_argument("--budgets", nargs="+", type=int, default=[512, 1024, 2048, 4096])
     parser.add_argument("--count", type=int, default=20, help="documents")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--parallel", type=int, default=1, help="servers at once")
-    parser.add_argument("--prompt-tokens", type=int, default=7900)
+    parser.add_argument("--prompt-tokens", nargs="+", type=int, default=[7900], help="of the documents in turn")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--dtype", default=None, help="bfloat16 on a card, float32 on a CPU")
     parser.add_argument("--attention-backend", default="fa3", help="SGLang's, on a card")
@@ -158,37 +241,38 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write one record; 1 where an ``exact`` answer in float32 is not plain decoding's."""
+    """Measure and write one record; 1 where a check fails, an ``exact`` answer in float32 that is not plain decoding's among them."""
     from transformers import AutoTokenizer
 
     args, on_cpu = parse(argv), not torch.cuda.is_available()
     args.dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
-    documents = read_documents(args.documents, AutoTokenizer.from_pretrained(args.target), args.prompt_tokens, args.ask)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    documents = read_documents(args.documents, tokenizer, args.prompt_tokens, args.ask, args.count)
     cases = [Case(selector, tokens) for selector in args.selectors for tokens in args.budgets]
-    figures: dict[str, float] = {}
+    names = ("selectors", "budgets", "batch", "prompt_tokens", "new_tokens", "dtype", "ask", "identity")
+    settings = {key: getattr(args, key) for key in names} | {"pending": PENDING}
+    settings |= {"target": Path(args.target).name, "draft": args.draft and Path(args.draft).name}
+    settings |= {"documents": args.documents.name, "prompts_sha256": digest(documents)}
+    settings |= SAMPLING if args.identity else {}
+    figures: dict[str, float] = {"prompts": len(documents)}
+    parted: list[Any] = []
     rows: list[dict[str, Any]] = []
-    failed: list[str] = []
+    missing, checks = [case.name for case in cases], {"every_case_ran": False}
     with ThreadPoolExecutor(args.parallel) as pool:
-        started = [pool.submit(one_case, case, args, documents[: args.count], on_cpu) for case in cases]
-        for case, future in zip(cases, started, strict=True):
+        started = {pool.submit(one_case, case, args, documents, on_cpu): case.name for case in cases}
+        for future in as_completed(started):
             try:
-                more, found = future.result()
+                more, differing, found = future.result()
             except Exception as error:
-                print(f"{case.name} failed: {error}", flush=True)
-                failed.append(case.name)
+                print(f"{started[future]} failed: {error}", flush=True)
                 continue
+            missing.remove(started[future])
             figures |= more
+            parted += differing
             rows += found
-    names = ("selectors", "budgets", "count", "batch", "prompt_tokens", "new_tokens", "dtype", "ask")
-    settings = {key: getattr(args, key) for key in names}
-    settings |= {"target": Path(args.target).name, "documents": args.documents.name, "pending": PENDING}
-    same = all(
-        figures[f"{c.name}_exact_identical"] == figures[f"{c.name}_documents"] for c in cases if c.name not in failed
-    )
-    checks = {"every_case_ran": not failed}
-    if args.dtype == "float32":
-        checks["exact_identical"] = same
-    write_record(make_record("view_agreement", settings, figures, checks), args.record)
+            checks = checks_of(cases, missing, figures, len(documents), args)
+            name = "exact_matrix" if args.identity else "view_agreement"
+            write_record(make_record(name, settings, figures, checks, differing=parted), args.record)  # so far
     if args.answers is not None:
         args.answers.parent.mkdir(parents=True, exist_ok=True)
         args.answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
