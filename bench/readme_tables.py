@@ -6,7 +6,7 @@ Writes the tables between ``<!-- table NAME -->`` and ``<!-- end -->`` from the 
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,14 @@ CASES = {"b1_c32k": "1 × 32K", "b16_c32k": "16 × 32K", "b1_c125k": "1 × 125K"
 LENGTHS = (2, 8, 32)
 ROWS = {"answers": "last 1,024 tokens", "all": "all tokens"}
 SIDES = {"ours": "longdraft", "specforge": "SpecForge 0.2.0"}
-ABLATIONS = (  # label, record, name of the draft there
+READS = (  # label, record, name of the draft there
+    ("the last layer (shipped before)", "longspec_variants_h200", "pilot_shipped"),
+    ("the last layer, and its newest row as it is", "longspec_variants_h200", "last"),
+    ("layers 14 and 29, and their newest rows", "longspec_variants_h200", "mid"),
+    ("layers 18 and 20, and their newest rows; queries copied at the start", "longspec_copying_h200", "L1"),
+    ("**layers 18 and 20, and their newest rows (shipped)**", "longspec_copying_h200", "L2"),
+)
+ABLATIONS = (
     ("trained at 1K with offsets and lags", "longspec_ablation_h200", "base"),
     ("the same, no offsets", "longspec_ablation_h200", "no_offsets"),
     ("the same, no lags", "longspec_ablation_h200", "no_lags"),
@@ -134,10 +141,21 @@ def training_cell(figures: dict[str, float], trial: str) -> str:
 
 def ablation_table() -> str:
     """τ of LongSpec drafts that differ in one thing."""
-    lines = ["| LongSpec draft, 150 steps, chain of 4 | τ at 2K | τ at 7.9K |", "|---|---|---|"]
-    for label, record, draft in ABLATIONS:
+    return both_lengths("LongSpec draft, 150 steps, chain of 4", ABLATIONS, 3)
+
+
+def reads_table() -> str:
+    """τ of LongSpec drafts by the part of the target's cache that they read."""
+    return both_lengths("what the draft reads, chains of 4", READS, 2)
+
+
+def both_lengths(head: str, entries: Sequence[tuple[str, str, str]], digits: int) -> str:
+    """τ at 2K and at 7.9K, a draft a row; entries as in ``ABLATIONS``."""
+    lines = [f"| {head} | τ at 2K | τ at 7.9K |", "|---|---|---|"]
+    for label, record, draft in entries:
         figures = read(record)["figures"]
-        lines.append(f"| {label} | {figures[f'{draft}_2048_tau']:.3f} | {figures[f'{draft}_7900_tau']:.3f} |")
+        cells = [f"{figures[f'{draft}_{length}_tau']:.{digits}f}" for length in (2048, 7900)]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -148,6 +166,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tau": tau_table,
     "training": training_table,
     "ablation": ablation_table,
+    "reads": reads_table,
 }
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     ("page", "tables"),
-    [("README.md", ("speed", "tau", "training", "ablation")), ("recipes/smollm2-135m/README.md", ("tau",))],
+    [("README.md", ("speed", "tau", "training", "ablation")), ("recipes/smollm2-135m/README.md", ("tau", "reads"))],
 )
 def test_no_figure_in_a_table_is_typed(page: str, tables: tuple[str, ...]) -> None:
     text = (ROOT / page).read_text()
