@@ -11,15 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from choosing_pairs import PAIRS
 
 from longdraft.serve.views import setup
-from longdraft.serve.views.budget import Budget
 from longdraft.serve.views.choose import Chosen
 from longdraft.serve.views.chooser import ViewChooser
-from longdraft.serve.views.selectors import PROMPT_ROWS, SELECTORS, MassSelector, make_selector
+from longdraft.serve.views.selectors import PROMPT_ROWS, MassSelector, make_selector
 
-BUDGETS = (Budget(64, 16, 32), Budget(128, 16, 32), Budget(512), Budget(1024))
-PAIRS = list(itertools.product(SELECTORS, BUDGETS))
 logger = logging.getLogger(__name__)
 
 

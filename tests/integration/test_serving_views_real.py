@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from choosing_launch import PAIRS
+from choosing_pairs import PAIRS
 from server_process import SPECULATIVE, STRICT, ServerProcess, counters, tokens
 from transformers import AutoTokenizer
 
