@@ -4,14 +4,14 @@
 choices behind the exact cache, so the output is that of plain decoding whatever the view is. ``partial`` (SpecPV, section 3):
 every partial round returns what the view verified; a full verification now and then computes the pending tokens' keys and values
 anew, in place, and chooses the view anew. Both are one thing here: a last verification that starts at a request's first pending
-token. Nothing waits for the device; the host plans with the most that can be pending (:mod:`longdraft.serve.views.cycle_plan`).
+token. Nothing waits for the device; the host plans by what rounds usually gain (:mod:`longdraft.serve.views.cycle_plan`).
 
 Legend: B requests, K drafted tokens, T tokens of a verification, N tokens of a run, V vocabulary.
 """
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,49 +31,13 @@ from longdraft.serve.step_clock import Renamed
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.verify import Verified
 from longdraft.serve.views.chooser import ViewChooser
+from longdraft.serve.views.cycle import Last, Ready
 from longdraft.serve.views.cycle_plan import CyclePlan, CyclePlanner, Ledger
 from longdraft.serve.views.view_state import ViewState
 
 logger = logging.getLogger(__name__)
 
 UNUSED = 8  # times as rarely a view is chosen that no partial round reads
-
-
-@dataclass(frozen=True)
-class Ready:
-    """What a cycle has for its last verification.
-
-    Attributes:
-        running: the batch behind everything that was gained on views.
-        gained_B: tokens that each request gained on its view in this cycle.
-        first_B: those of the first partial round, of requests that could gain a whole chain in it; 0 of others.
-        lead_B: tokens pending from earlier cycles that the last verification computes anew.
-        drafts: behind what was gained.
-    """
-
-    running: Running
-    gained_B: torch.Tensor
-    first_B: torch.Tensor
-    lead_B: torch.Tensor
-    drafts: Drafts
-
-
-@dataclass(frozen=True)
-class Last:
-    """A cycle's last verification.
-
-    Attributes:
-        seen: what the target chose, of as many tokens of every request.
-        id_BK, limit_B: the tokens behind the first of each request's, and how many count.
-        lead_B: how many of them had been returned before.
-        kept_B: how many of the others the target chose itself.
-    """
-
-    seen: Verified
-    id_BK: torch.Tensor
-    limit_B: torch.Tensor
-    lead_B: torch.Tensor
-    kept_B: torch.Tensor
 
 
 class ViewStep(DeviceStep):
@@ -206,7 +170,7 @@ class ViewStep(DeviceStep):
             self.views.remember(row_B, running.length_B + 1, gained.id_BN)
             self.views.exact_R[row_B] = torch.where(full_B, exact_B, self.views.exact_R[row_B])
         with self.clock.phase("select"):
-            self._choose_views(batch, roster, running, plan, last.lead_B + gained.count_B - 1, exact_B, width)
+            self._choose_views(roster, running, plan, last.lead_B + gained.count_B - 1, exact_B, width)
         with self.clock.phase("keep"):
             return self._returned(batch, running, gained, last.seen)
 
@@ -383,7 +347,6 @@ class ViewStep(DeviceStep):
 
     def _choose_views(
         self,
-        batch: ScheduleBatch,
         roster: Roster,
         running: Running,
         plan: CyclePlan,

@@ -62,14 +62,12 @@ class ViewChooser:
             length_B: int64 cached tokens of each request.
             longest: none has more.
         """
-        queries = [q if s == 1.0 else q * s for q, s in zip(queries, self.key_scales, strict=True)]
         plan = self._plan(row_B, table_RW, length_B, min(longest, table_RW.shape[1]))
         blocks = -(-plan.pages_BW.shape[1] // self.budget.block)
         if not self.by_layer:
-            return choose_columns(
-                self.selector.score(queries, self.keys, plan, self.scale, blocks), length_B, self.budget
-            )
-        score_XN = torch.cat(self.selector.score_layers(queries, self.keys, plan, self.scale, blocks))
+            score_BN = self.selector.score(queries, self.keys, plan, self.scale, blocks, self.key_scales)
+            return choose_columns(score_BN, length_B, self.budget)
+        score_XN = torch.cat(self.selector.score_layers(queries, self.keys, plan, self.scale, blocks, self.key_scales))
         return choose_columns(score_XN, length_B.repeat(len(self.keys)), self.budget)
 
     def _plan(self, row_B: torch.Tensor, table_RW: torch.Tensor, length_B: torch.Tensor, longest: int) -> AttentionPlan:

@@ -1,6 +1,7 @@
 """What the host decides before a cycle: how many partial rounds, and who is verified fully behind them.
 
-The host may be a round behind, so it counts with the most that the rounds it has not seen can have gained.
+The host may be a round behind, so it counts with what rounds usually gain; the device keeps what is pending within the room that a
+full verification has.
 """
 
 from collections.abc import Sequence
