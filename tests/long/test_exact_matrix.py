@@ -34,7 +34,7 @@ def test_exact_is_plain_decoding_for_every_selector_and_budget(tmp_path: Path) -
     ]
     words += ["--selectors", *SELECTORS, "--budgets", *map(str, BUDGETS), "--prompt-tokens", *map(str, LENGTHS)]
     words += ["--dtype", "float32", "--attention-backend", "triton", "--new-tokens", "64", "--count", str(COUNT)]
-    words += ["--batch", "16", "--parallel", "6"] if on_card else ["--batch", "2"]
+    words += ["--batch", "16", "--parallel", "8"] if on_card else ["--batch", "2"]
     status = main([*words, "--documents", str(documents), "--logs", str(tmp_path / "logs"), "--record", str(RECORD)])
     record = json.loads(RECORD.read_text())
     assert status == 0, (record["checks"], record["differing"])

@@ -1,0 +1,127 @@
+"""τ of drafts through the server on a card: ``longdraft bench served_tau --target T --draft NAME=FOLDER ... --answers HELD.jsonl``.
+
+The server in float32 continues every held-out prompt greedily by 256 tokens with a chain of four, many at once. Then one pass of
+the target and the draft over each answer says what the reference decoder keeps of it (:mod:`longdraft.train.scoring`, which
+equals that decoder): verifications must be equal, and every token the target's own choice. Answers that loop (more than 30 %
+repeated 4-grams) count apart. On a machine without a card :mod:`longdraft.bench.shipped_tau` runs the decoder itself.
+"""
+
+import argparse
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from longdraft.bench.record import make_record, write_record
+from longdraft.bench.seeded_identity import WHOLE_FLOAT32
+from longdraft.bench.server import Generation, Server
+from longdraft.bench.shipped_tau import NEW_TOKENS, STEPS, Row, figures, prompts
+from longdraft.draft_models.checkpoint import load_draft
+from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.repetition import ALLOWED, repeated_share
+from longdraft.kernels.view_attention import View
+from longdraft.train.config import TargetSettings
+from longdraft.train.scoring import score
+from longdraft.train.target import FrozenTarget, load_target
+
+SINKS = 32  # leading tokens that a served draft reads of a context longer than its own
+TIE = 1e-3  # of two logits in float32: sums in another order may choose either
+
+Case = tuple[int, str, list[int]]  # prompt length, source, ids
+
+
+def serve_command(target: str, folder: Path, context: int, parallel: int) -> list[str]:
+    """A server whose draft reads ``context`` cached tokens; float32 is what SGLang's Triton backend can be told."""
+    words = [sys.executable, "-m", "longdraft.cli", "serve", "--model-path", target, "--draft", str(folder)]
+    words += ["--steps", str(STEPS), "--draft-context", str(context), "--dtype", "float32"]
+    words += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
+    return [*words, "--max-running-requests", str(parallel), "--mem-fraction-static", "0.5"]
+
+
+def serve(command: list[str], name: str, cases: list[Case], log: Path, parallel: int) -> list[Generation]:
+    """The server's answers, in the order of the cases."""
+    with Server(name, command, log, WHOLE_FLOAT32) as server, ThreadPoolExecutor(parallel) as pool:
+        ask = partial(server.generate, new_tokens=NEW_TOKENS, timeout=600)
+        return list(pool.map(ask, [ids for _, _, ids in cases]))
+
+
+@torch.no_grad()
+def own_choices(target: FrozenTarget, ids: list[int], prompt: int) -> bool:
+    """Whether every token behind the prompt is the target's choice, or ties with it."""
+    at_L = torch.tensor(ids, device=target.device)
+    logits = target.model(at_L[None, :-1], logits_to_keep=len(ids) - prompt, use_cache=False).logits[0].float()
+    chosen = logits.gather(1, at_L[prompt:, None])[:, 0]
+    return bool((logits.amax(-1) - chosen <= TIE).all())
+
+
+def measure(
+    target: FrozenTarget, name: str, folder: Path, cases: list[Case], answers: list[Generation], context: int
+) -> list[Row]:
+    """What the server needed for each answer beside what the reference decoder needs."""
+    draft = load_draft(folder, target.spec, torch.float32, device=target.device)
+    draft = draft.bind(target.embedding_VE, target.head_VE)
+    narrow = isinstance(draft, LongSpecDraft) and context < target.spec.max_position
+    view = View(context, SINKS, context - SINKS, 1) if narrow else None
+    rows: list[Row] = []
+    for (length, source, prompt), answer in zip(cases, answers, strict=True):
+        ids = prompt + answer.tokens
+        wanted = score(target, draft, ids, length, len(answer.tokens), STEPS, view)
+        row = Row(
+            name,
+            length,
+            source,
+            len(answer.tokens) - 1,
+            wanted.stats.verifications,
+            int(answer.counters["target_verifications"]),
+            own_choices(target, ids, length),
+            repeated_share(answer.tokens) > ALLOWED,
+        )
+        rows.append(row)
+        print(json.dumps(vars(row)), flush=True)
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="longdraft bench served_tau", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--draft", nargs="+", required=True, metavar="NAME=FOLDER")
+    parser.add_argument("--answers", type=Path, required=True, help="generated.jsonl of held-out documents")
+    parser.add_argument("--each", type=int, default=1000, help="prompts of every length, at most")
+    parser.add_argument("--draft-context", type=int, nargs="+", help="cached tokens that a draft reads; default: all")
+    parser.add_argument("--parallel", type=int, default=16, help="requests at once")
+    parser.add_argument("--record", type=Path, default=Path("bench/results/served_drafts_tau.json"))
+    parser.add_argument("--logs", type=Path, default=Path("served_tau_logs"))
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU: take `longdraft bench shipped_tau`, which serves on the CPU")
+    settings = TargetSettings(path=args.target, dtype="float32", attn="sdpa", liger="off")
+    target = load_target(settings, torch.device("cuda"))
+    cases = list(prompts(args.answers, args.each))
+    rows: list[Row] = []
+    for context in args.draft_context or [target.spec.max_position]:
+        for name, _, folder in (word.partition("=") for word in args.draft):
+            label = name if context >= target.spec.max_position else f"{name}_context{context}"
+            command = serve_command(args.target, Path(folder), context, args.parallel)
+            answers = serve(command, label, cases, args.logs / f"{label}.log", args.parallel)
+            rows += measure(target, label, Path(folder), cases, answers, context)
+    checks = {
+        "tokens_are_the_targets": all(row.same_tokens for row in rows),
+        "verifications_equal": all(row.verifications == row.served_verifications for row in rows),
+    }
+    looping = {
+        f"{label}_looping": float(sum(r.looping for r in rows if r.draft == label)) for label in {r.draft for r in rows}
+    }
+    settings = {"steps": STEPS, "new_tokens": NEW_TOKENS, "dtype": "float32", "device": "cuda"}
+    record = make_record(
+        "served_drafts_tau", settings, figures(rows) | looping, checks, rows=[vars(row) for row in rows]
+    )
+    write_record(record, args.record)
+    print(json.dumps({**record["figures"], **checks}, indent=1))
+    return 0 if all(checks.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
