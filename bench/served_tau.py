@@ -97,8 +97,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("there is no GPU: take `longdraft bench shipped_tau`, which serves on the CPU")
-    settings = TargetSettings(path=args.target, dtype="float32", attn="sdpa", liger="off")
-    target = load_target(settings, torch.device("cuda"))
+    loading = TargetSettings(path=args.target, dtype="float32", attn="sdpa", liger="off")
+    target = load_target(loading, torch.device("cuda"))
     cases = list(prompts(args.answers, args.each))
     rows: list[Row] = []
     for context in args.draft_context or [target.spec.max_position]:
