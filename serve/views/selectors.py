@@ -16,6 +16,7 @@ import torch
 from longdraft.errors import UserError
 from longdraft.kernels.block_bound import Rule, block_bound
 from longdraft.kernels.block_lse import block_lse, block_mass
+from longdraft.kernels.mass_sum import mass_sum
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.schema import nearest
 from longdraft.serve.views.budget import Budget
@@ -25,6 +26,12 @@ PROMPT_ROWS = 8
 POOL = 3  # blocks
 
 
+def same_rows(plan: AttentionPlan) -> int:
+    """Query rows of every request where all have as many, 0 where they have not; the host knows."""
+    counts = {b - a for a, b in zip(plan.cu_rows, plan.cu_rows[1:], strict=False)}
+    return counts.pop() if len(counts) == 1 else 0
+
+
 def by_request(
     value_TX: torch.Tensor, plan: AttentionPlan, reduce: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
@@ -32,12 +39,11 @@ def by_request(
 
     Row counts come from the host, so that nothing waits for the device.
     """
-    counts = {b - a for a, b in zip(plan.cu_rows, plan.cu_rows[1:], strict=False)}
-    if len(counts) == 1 and counts != {0}:
-        return reduce(value_TX.unflatten(0, (len(plan), counts.pop())).transpose(0, 1))
+    if rows := same_rows(plan):
+        return reduce(value_TX.unflatten(0, (len(plan), rows)).transpose(0, 1))
     none_X = value_TX.new_zeros(value_TX.shape[1:])
-    rows = (value_TX[plan.rows_of(b)] for b in range(len(plan)))
-    return torch.stack([reduce(own) if len(own) else none_X for own in rows])
+    parts = (value_TX[plan.rows_of(b)] for b in range(len(plan)))
+    return torch.stack([reduce(own) if len(own) else none_X for own in parts])
 
 
 REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -133,15 +139,18 @@ class MassSelector(Selector):
 
     name = "mass"
     shares = True
+    by_head: ClassVar[bool] = False  # whether heads are looked at apart before they are summed
 
     def score_layer(
         self, q_THD: torch.Tensor, k_SKD: torch.Tensor, plan: AttentionPlan, scale: float, blocks: int
     ) -> torch.Tensor:
-        mass_THN = block_mass(block_lse(q_THD, k_SKD, plan, scale, self.block, blocks))
-        return self.mass_score(by_request(mass_THN, plan, lambda mass_RHN: mass_RHN.sum(0)))
+        lse_THN = block_lse(q_THD, k_SKD, plan, scale, self.block, blocks)
+        if same_rows(plan) and not self.by_head:
+            return mass_sum(lse_THN, len(plan))
+        return self.mass_score(by_request(block_mass(lse_THN), plan, lambda mass_RHN: mass_RHN.sum(0)))
 
     def mass_score(self, mass_BHN: torch.Tensor) -> torch.Tensor:
-        """``score_BN`` of one layer."""
+        """``score_BN`` of one layer, from heads' own."""
         return mass_BHN.sum(1).float()
 
 
@@ -151,8 +160,10 @@ class WorstSelector(MassSelector):
     name = "worst"
     shares = False
 
-    def mass_score(self, mass_BHN: torch.Tensor) -> torch.Tensor:
-        return -super().mass_score(mass_BHN)
+    def score_layer(
+        self, q_THD: torch.Tensor, k_SKD: torch.Tensor, plan: AttentionPlan, scale: float, blocks: int
+    ) -> torch.Tensor:
+        return -super().score_layer(q_THD, k_SKD, plan, scale, blocks)
 
 
 class SnapKvSelector(MassSelector):
@@ -167,6 +178,7 @@ class SnapKvSelector(MassSelector):
     rows = PROMPT_ROWS
     once = True
     shares = False
+    by_head = True
 
     def mass_score(self, mass_BHN: torch.Tensor) -> torch.Tensor:
         pooled_BHN = torch.nn.functional.max_pool1d(mass_BHN, POOL, stride=1, padding=POOL // 2)

@@ -6,6 +6,7 @@ run, I remembered ids.
 
 import torch
 
+from longdraft.kernels.view_pages import Lists, view_pages
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.views.choose import Chosen
 
@@ -84,7 +85,8 @@ class ViewState:
         Returns:
             int32 ``[B, width + count]`` and the int32 number of cached tokens that each request reads. What has no slot is 0.
         """
-        return self._pages(running, self.lists - 1, everything_B, width, count)
+        slot_LBW, read_LB = self._view_pages(running, self.lists - 1, everything_B, width, count)
+        return slot_LBW[0], read_LB[0]
 
     def listed(self, row_B: torch.Tensor) -> torch.Tensor:
         """Requests that have a list of chosen columns, bool ``[B]``; the others read everything, or what is left of it."""
@@ -94,28 +96,14 @@ class ViewState:
         """:meth:`pages` of every list: ``[L, B, width + count]`` and ``[L, B]``; of one list, without the first dimension."""
         if self.lists == 1:
             return self.pages(running, None, width, count)
-        pages, lens = zip(*(self._pages(running, at, None, width, count) for at in range(self.lists)), strict=True)
-        return torch.stack(pages), torch.stack(lens)
+        return self._view_pages(running, 0, None, width, count)
 
-    def _pages(
-        self, running: Running, at: int, everything_B: torch.Tensor | None, width: int, count: int
+    def _view_pages(
+        self, running: Running, first: int, everything_B: torch.Tensor | None, width: int, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        count_B, start_B = self.count_LR[at, running.row_B], self.start_R[running.row_B]
-        grown_B = (count_B == 0) & (start_B == 0) & (running.length_B > width)  # no list, and too long to be read whole
-        count_B = torch.where(grown_B, min(self.sinks, width), count_B)
-        start_B = torch.maximum(start_B, running.length_B + count_B - width)  # the oldest recent tokens make room
-        if everything_B is not None:
-            count_B, start_B = (torch.where(everything_B, 0, x) for x in (count_B, start_B))
-        at_W = torch.arange(width + count, device=count_B.device)
-        chosen_BV = self.column_LRV[at, running.row_B]
-        if (more := width + count - chosen_BV.shape[1]) > 0:
-            chosen_BV = torch.nn.functional.pad(chosen_BV, (0, more))
-        chosen_BV = torch.where(grown_B[:, None], torch.arange(chosen_BV.shape[1], device=at_W.device).int(), chosen_BV)
-        later_BW = start_B[:, None] + at_W - count_B[:, None]
-        column_BW = torch.where(at_W < count_B[:, None], chosen_BV[:, : width + count].long(), later_BW)
-        slot_BW = running.table_RW[running.row_B[:, None], column_BW.clamp(0, self.columns - 1)]
-        slot_BW = torch.where(column_BW < self.columns, slot_BW, 0).int()
-        return slot_BW, (count_B + running.length_B - start_B).int()
+        """Of the lists from ``first`` on."""
+        lists = Lists(self.column_LRV[first:], self.count_LR[first:], self.start_R, self.sinks)
+        return view_pages(lists, running.table_RW, running.row_B, running.length_B, everything_B, width, count)
 
     def remember(self, row_B: torch.Tensor, position_B: torch.Tensor, id_BN: torch.Tensor) -> None:
         """Tokens of each request from a position on; later ones replace what was there."""
