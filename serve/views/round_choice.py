@@ -2,13 +2,15 @@
 
 A cycle of r rounds gains ``g = r a`` tokens on the view, a a round. Each is confirmed with chance c if all before it were, so that
 ``c (1 - c^g) / (1 - c)`` are returned, with the last chain's drafts where all were confirmed, and the bonus token. What a cycle
-costs is first guessed from the bytes that it reads; then it is timed, and what was not tried for long is tried now and then.
+costs is first guessed from the bytes that it reads; then it is timed. One round fewer and one more than what seems best are tried
+at once, and again now and then.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 BLEND = 0.1
+SURE = 2  # cycles after which a number of rounds counts as timed
 MOST = 64  # rounds that are thought about
 TRIED = 32  # cycles after which a neighbour of the best number is tried
 OUTLIER = 4.0  # times what was expected: something else ran
@@ -48,6 +50,7 @@ class RoundChoice:
         """
         self.read, self.gain, self.max_ms = read, gain, max_ms
         self.ms: dict[tuple[int, int], float] = {}  # of a cycle per byte, by requests and rounds
+        self.times: dict[tuple[int, int], int] = {}  # that it was timed
         self.picks = 0
 
     def bytes(self, rounds: int, lengths: Sequence[int]) -> float:
@@ -76,10 +79,17 @@ class RoundChoice:
         able = [r for r in range(min(most, MOST) + 1) if r == 0 or self._fits(r, lengths)]
         best = max(able, key=lambda r: expected(r, self.gain, chance) / self.cost(r, lengths))
         self.picks += 1
+        if self._sure(best, lengths):
+            new = [r for r in (best - 1, best + 1) if r in able and not self._sure(r, lengths)]
+            if new:
+                return new[0]
         if self.picks % TRIED == 0:
             other = best + (1 if self.picks // TRIED % 2 else -1)
             return other if other in able else best
         return best
+
+    def _sure(self, rounds: int, lengths: Sequence[int]) -> bool:
+        return self.times.get((len(lengths), rounds), 0) >= SURE
 
     def _fits(self, rounds: int, lengths: Sequence[int]) -> bool:
         if self.max_ms is None or not any(batch == len(lengths) for batch, _ in self.ms):
@@ -94,8 +104,9 @@ class RoundChoice:
     def timed(self, ms: float, rounds: int, lengths: Sequence[int]) -> None:
         """A cycle took so long."""
         key, seen = (len(lengths), rounds), ms / self.bytes(rounds, lengths)
-        before = self.ms.get(key)
+        before, times = self.ms.get(key), self.times.get(key, 0)
         if before is None:
             self.ms[key] = seen
         elif seen < OUTLIER * before:
-            self.ms[key] = before + BLEND * (seen - before)
+            self.ms[key] = before + max(BLEND, 1 / (times + 1)) * (seen - before)
+        self.times[key] = times + 1
