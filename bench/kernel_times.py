@@ -30,8 +30,10 @@ TEMPLATE = re.compile(r"<.*|\(.*")
 
 
 def short(name: str) -> str:
-    """A kernel's name without its template's arguments."""
-    return TEMPLATE.sub("", name.removeprefix("void ")).split("::")[-1].strip() or name
+    """A kernel's name without its template's arguments; CUTLASS calls all of its kernels alike, so there these say what it is."""
+    plain = TEMPLATE.sub("", name.removeprefix("void ")).split("::")[-1].strip() or name
+    hint = next((word for word in ("flash", "gemm") if word in name.lower()), "")
+    return f"{plain} ({hint})" if hint and hint not in plain.lower() else plain
 
 
 def by_kernel(events: Iterable[dict[str, Any]], steps: int) -> tuple[list[tuple[str, float, float]], float, float]:

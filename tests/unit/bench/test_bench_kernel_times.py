@@ -6,7 +6,7 @@ from longdraft.bench.kernel_times import by_kernel, short
 
 
 def test_names_are_without_templates() -> None:
-    assert short("void cutlass::device_kernel<flash::enable_sm90<int>>(flash::Params)") == "device_kernel"
+    assert short("void cutlass::device_kernel<flash::enable_sm90<int>>(flash::Params)") == "device_kernel (flash)"
     assert short("_pages_kernel") == "_pages_kernel"
 
 
