@@ -33,12 +33,17 @@ TIE = 1e-3  # of two logits in float32: sums in another order may choose either
 Case = tuple[int, str, list[int]]  # prompt length, source, ids
 
 
-def serve_command(target: str, folder: Path, context: int, parallel: int) -> list[str]:
-    """A server whose draft reads ``context`` cached tokens; float32 is what SGLang's Triton backend can be told."""
+def serve_command(target: str, folder: Path, context: int, parallel: int, longest: int) -> list[str]:
+    """A server whose draft reads ``context`` cached tokens, with room for as many prompts of ``longest`` tokens as run at once.
+
+    Float32 is what SGLang's Triton backend can be told.
+    """
     words = [sys.executable, "-m", "longdraft.cli", "serve", "--model-path", target, "--draft", str(folder)]
     words += ["--steps", str(STEPS), "--draft-context", str(context), "--dtype", "float32"]
     words += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
-    return [*words, "--max-running-requests", str(parallel), "--mem-fraction-static", "0.5"]
+    words += ["--max-running-requests", str(parallel), "--cuda-graph-bs-decode", str(parallel)]
+    tokens = parallel * (longest + NEW_TOKENS + 100)
+    return [*words, "--max-total-tokens", str(tokens), "--mem-fraction-static", "0.6", "--skip-server-warmup"]
 
 
 def serve(command: list[str], name: str, cases: list[Case], log: Path, parallel: int) -> list[Generation]:
@@ -104,7 +109,8 @@ def main(argv: list[str] | None = None) -> int:
     for context in args.draft_context or [target.spec.max_position]:
         for name, _, folder in (word.partition("=") for word in args.draft):
             label = name if context >= target.spec.max_position else f"{name}_context{context}"
-            command = serve_command(args.target, Path(folder), context, args.parallel)
+            longest = max(length for length, _, _ in cases)
+            command = serve_command(args.target, Path(folder), context, args.parallel, longest)
             answers = serve(command, label, cases, args.logs / f"{label}.log", args.parallel)
             rows += measure(target, label, Path(folder), cases, answers, context)
     checks = {

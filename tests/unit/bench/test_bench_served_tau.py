@@ -34,7 +34,7 @@ def test_a_served_answer_needs_what_the_reference_decoder_needs(tmp_path: Path, 
 
 
 def test_the_servers_draft_reads_what_is_asked() -> None:
-    words = serve_command("T", Path("D"), 4096, 16)
+    words = serve_command("T", Path("D"), 4096, 16, 7900)
     assert words[words.index("--draft-context") + 1] == "4096" and words[words.index("--dtype") + 1] == "float32"
 
 
