@@ -41,6 +41,7 @@ def serve_command(target: str, folder: Path, context: int, parallel: int, longes
     words = [sys.executable, "-m", "longdraft.cli", "serve", "--model-path", target, "--draft", str(folder)]
     words += ["--steps", str(STEPS), "--draft-context", str(context), "--dtype", "float32"]
     words += ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
+    words += ["--grammar-backend", "none"]
     words += ["--max-running-requests", str(parallel), "--cuda-graph-bs-decode", str(parallel)]
     tokens = parallel * (longest + NEW_TOKENS + 100)
     return [*words, "--max-total-tokens", str(tokens), "--mem-fraction-static", "0.6", "--skip-server-warmup"]
