@@ -90,6 +90,8 @@ def command(target: str, args: argparse.Namespace, on_cpu: bool, shape: str | No
         rest += ["--mem-fraction-static", "0.35", "--attention-backend", args.attention_backend]
         rest += ["--cuda-graph-max-bs-decode", str(max(args.batches)), "--sampling-backend", "pytorch"]
         rest += ["--skip-server-warmup"]
+        if args.dtype == "float32":  # graphs of prefills: minutes of compilation for float32's slow attention
+            rest += ["--cuda-graph-backend-prefill", "disabled"]
     if shape is None:
         words = [sys.executable, "-m", "sglang.launch_server", "--model-path", target, *rest]
         if on_cpu:
