@@ -83,6 +83,14 @@ class ServeSettings(Settings):
         allow_inf_nan=False,
         description="mode partial: verify fully after a token whose logit was less than this ahead of the next best",
     )
+    refresh_missed_mass: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="mode partial: verify fully after a round whose newest token puts more than this share of its attention outside its "
+        "view, such as 0.1 (every round then reads the keys of two layers whole; a share that even a new view misses makes every "
+        "other round a full one)",
+    )
     self_draft: bool = Field(
         False,
         description="the target drafts for itself on the view, one token a partial round: needs no draft, and mode exact",
@@ -163,7 +171,10 @@ class ServeSettings(Settings):
     def _views_fit(self) -> "ServeSettings":
         if self.mode in VIEWED:
             try:
-                make_selector(self.view_selector, self.view_reduction).check(self.budget())
+                selector = make_selector(self.view_selector, self.view_reduction)
+                selector.check(self.budget())
+                if self.refresh_missed_mass is not None:
+                    selector.check_missed_mass(self.refresh_missed_mass)
             except UserError as error:
                 raise ValueError(str(error)) from None
             if self.tree != CHAIN:

@@ -33,6 +33,7 @@ from longdraft.serve.verify import Verified
 from longdraft.serve.views.chooser import ViewChooser
 from longdraft.serve.views.cycle import Last, Ready
 from longdraft.serve.views.cycle_plan import CyclePlan, CyclePlanner, Ledger
+from longdraft.serve.views.missed_mass import MissedMass
 from longdraft.serve.views.view_state import ViewState
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class ViewStep(DeviceStep):
     views: ViewState
     planner: CyclePlanner
     chooser: ViewChooser
+    missed: MissedMass | None = None  # where what a view misses asks for a refresh
     view_width = 0  # cached tokens at most that a partial verification reads of a request with a view
 
     def __init__(self, *args: Any) -> None:
@@ -160,7 +162,8 @@ class ViewStep(DeviceStep):
             last = self._verify_bare(batch, roster, running)
             width = last.id_BK.shape[1] + 1
         gained = self._gain(roster, last)
-        confirmed_B, doubtful_B = torch.minimum(last.kept_B, ready.gained_B), self._doubtful(plan, last, gained)
+        confirmed_B = torch.minimum(last.kept_B, ready.gained_B)
+        doubtful_B = self._doubtful(roster, running, plan, last, gained)
         first_B = torch.where(full_B, ready.first_B, gained.count_B * (ready.drafts.limit_B == self.chain - 1))
         facts_4B = torch.stack([ready.gained_B, confirmed_B, doubtful_B, first_B])
         self.planner.launched(ledgers, plan)
@@ -288,7 +291,7 @@ class ViewStep(DeviceStep):
         in_graph = self._graph_width(len(roster.reqs), width, narrow) is not None
         given = id_BK, limit_B, roster.params, self.observer
         seen = verify_running(self.target_worker, batch, roster.reqs, base, *given, in_graph, self.clock, view)
-        return Last(seen, id_BK, limit_B, ready.lead_B, self._kept_last(seen, id_BK, limit_B, ready))
+        return Last(seen, id_BK, limit_B, ready.lead_B, self._kept_last(seen, id_BK, limit_B, ready), view)
 
     def _verify_bare(self, batch: ScheduleBatch, roster: Roster, running: Running) -> Last:
         """Verify the newest tokens alone, each request by itself if need be."""
@@ -335,15 +338,29 @@ class ViewStep(DeviceStep):
             run_BN = torch.where(offset_N < last.kept_B[:, None], drafted_BN, run_BN)
         return Gained(run_BN, roster.returned(run_BN, last.kept_B), place_BN)
 
-    def _doubtful(self, plan: CyclePlan, last: Last, gained: Gained) -> torch.Tensor:
-        """Requests that return a token whose logit was not far enough ahead of the next."""
-        least = self.settings.refresh_margin
-        if least is None or all(plan.full):
-            return torch.zeros_like(gained.count_B)
+    def _doubtful(self, roster: Roster, running: Running, plan: CyclePlan, last: Last, gained: Gained) -> torch.Tensor:
+        """Requests that return a token whose logit was not far enough ahead of the next, or whose view misses too much."""
+        least, none_B = self.settings.refresh_margin, torch.zeros_like(gained.count_B)
+        if all(plan.full):
+            return none_B
+        missed_B = none_B if self.missed is None or last.view is None else self._missed(roster, running, last, gained)
+        if least is None:
+            return missed_B
         two_T2 = last.seen.logits_TV.topk(2).values
         narrow_BN = (two_T2[:, 0] - two_T2[:, 1] < least).view(len(gained.count_B), -1).gather(1, gained.place_BN)
         offset_N = torch.arange(narrow_BN.shape[1], device=narrow_BN.device)
-        return (narrow_BN & (offset_N < gained.count_B[:, None])).any(1).long()
+        return missed_B | (narrow_BN & (offset_N < gained.count_B[:, None])).any(1).long()
+
+    def _missed(self, roster: Roster, running: Running, last: Last, gained: Gained) -> torch.Tensor:
+        assert self.missed is not None and last.view is not None
+        base = replace(running, length_B=running.length_B - last.lead_B)
+        place_B, end_B = last.lead_B + gained.count_B - 1, running.length_B + gained.count_B
+        longest = max(r.kv_allocated_len for r in roster.reqs)
+        try:
+            return self.missed.over(last.view, base, last.id_BK.shape[1] + 1, place_B, end_B, longest).long()
+        except Exception:
+            logger.exception("longdraft: what views miss could not be measured, their requests go on as they are")
+            return torch.zeros_like(end_B)
 
     def _choose_views(
         self,

@@ -62,7 +62,7 @@ class ViewChooser:
             length_B: int64 cached tokens of each request.
             longest: none has more.
         """
-        plan = self._plan(row_B, table_RW, length_B, min(longest, table_RW.shape[1]))
+        plan = self.plan(row_B, table_RW, length_B, min(longest, table_RW.shape[1]), self.tap.rows)
         blocks = -(-plan.pages_BW.shape[1] // self.budget.block)
         if not self.by_layer:
             score_BN = self.selector.score(queries, self.keys, plan, self.scale, blocks, self.key_scales)
@@ -70,8 +70,11 @@ class ViewChooser:
         score_XN = torch.cat(self.selector.score_layers(queries, self.keys, plan, self.scale, blocks, self.key_scales))
         return choose_columns(score_XN, length_B.repeat(len(self.keys)), self.budget)
 
-    def _plan(self, row_B: torch.Tensor, table_RW: torch.Tensor, length_B: torch.Tensor, longest: int) -> AttentionPlan:
-        batch, rows = len(row_B), self.tap.rows
+    def plan(
+        self, row_B: torch.Tensor, table_RW: torch.Tensor, length_B: torch.Tensor, longest: int, rows: int
+    ) -> AttentionPlan:
+        """What ``rows`` queries of each request are scored over; arguments as in :meth:`choose`."""
+        batch = len(row_B)
         pages_BW = table_RW[row_B, :longest].int()
         if row_B.device.type == "cpu":
             return AttentionPlan.build(pages_BW, length_B.tolist(), [rows] * batch)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from longdraft.serve.device_step import Drafts
+from longdraft.serve.device_verify import View
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.verify import Verified
 
@@ -40,6 +41,7 @@ class Last:
         id_BK, limit_B: the tokens behind the first of each request's, and how many count.
         lead_B: how many of them had been returned before.
         kept_B: how many of the others the target chose itself.
+        view: what it read; None: whole caches.
     """
 
     seen: Verified
@@ -47,3 +49,4 @@ class Last:
     limit_B: torch.Tensor
     lead_B: torch.Tensor
     kept_B: torch.Tensor
+    view: View | None = None

@@ -31,7 +31,8 @@ class Ledger:
         share: of tokens gained on a view, how many were confirmed.
         chance: of a token to be confirmed, where all before it were.
         paused: cycles that it still reads its whole cache.
-        doubtful: whether a token was chosen with less than the margin since then.
+        doubtful: whether a token was chosen with too small a margin, or its view missed too much, and no full verification has been
+            launched since.
     """
 
     length: int
@@ -173,7 +174,7 @@ class CyclePlanner:
             ledger: of the request.
             gained: tokens that it returned.
             proposed, confirmed: tokens that partial rounds gained, and how many of them the full verification kept.
-            doubtful: whether one was chosen with too small a margin.
+            doubtful: whether one was chosen with too small a margin, or by a view that missed too much.
 
         Returns:
             Whether the request reads its whole cache from now on, for a while.
@@ -185,7 +186,7 @@ class CyclePlanner:
         if full:
             ledger.exact = ledger.length
         else:
-            ledger.doubtful |= doubtful
+            ledger.doubtful |= doubtful and not any(ledger.waiting)  # one that is on its way makes it good
         if not proposed or ledger.paused:
             return False
         tried = min(proposed, confirmed + 1)

@@ -52,14 +52,15 @@ class QueryTap:
         self.prefill.clear()
         return taken
 
-    def of_verification(self, width: int, last_B: torch.Tensor) -> list[torch.Tensor]:
+    def of_verification(self, width: int, last_B: torch.Tensor, rows: int | None = None) -> list[torch.Tensor]:
         """``[B * Q, H, D]`` of each layer.
 
         Args:
             width: tokens of each request in the forward.
             last_B: the last of them that counts; the rows end with it.
+            rows: Q; None: as many as of a prefill.
         """
         batch = len(last_B)
-        back_Q = torch.arange(1 - self.rows, 1, device=last_B.device)
+        back_Q = torch.arange(1 - (rows or self.rows), 1, device=last_B.device)
         row_BQ = (last_B[:, None] + back_Q).clamp_min(0) + width * torch.arange(batch, device=last_B.device)[:, None]
         return [self.buffers[layer][row_BQ.flatten()] for layer in self.layers]

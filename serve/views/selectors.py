@@ -90,6 +90,20 @@ class Selector(ABC):
                 f"mass={budget.mass}: scores of {self.name!r} are no shares of attention: take 'mass', or none"
             )
 
+    def check_missed_mass(self, share: float) -> None:
+        """Refuse refreshes for what a view misses, where it cannot be measured or a refresh would not change it.
+
+        Raises:
+            UserError: a selector without queries, or one that chooses once.
+        """
+        if not self.rows or self.once:
+            reason = (
+                "chooses once, so that a refresh finds nothing new" if self.rows else "keeps no queries to measure with"
+            )
+            raise UserError(
+                f"refresh_missed_mass={share} with selector {self.name!r}, which {reason}: take 'mass', or leave it out"
+            )
+
     @abstractmethod
     def score_layer(
         self, q_THD: torch.Tensor, k_SKD: torch.Tensor, plan: AttentionPlan, scale: float, blocks: int

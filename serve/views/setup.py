@@ -10,6 +10,7 @@ from longdraft.serve.settings import ServeSettings
 from longdraft.serve.view_step import ViewStep
 from longdraft.serve.views.chooser import ViewChooser
 from longdraft.serve.views.cycle_plan import CyclePlanner
+from longdraft.serve.views.missed_mass import MissedMass
 from longdraft.serve.views.query_tap import QueryTap
 from longdraft.serve.views.round_choice import Bytes, RoundChoice
 from longdraft.serve.views.selectors import make_selector
@@ -56,5 +57,7 @@ def keep_views(
     step.views = ViewState(rows, columns, budget.columns, remembered, table.device, lists, budget.sinks)
     scale = next(layer.scaling for _, layer in attention_layers(runner.model))
     step.chooser = ViewChooser(selector, budget, runner.token_to_kv_pool, tap, scale, scales, by_layer)
+    if settings.refresh_missed_mass is not None:
+        step.missed = MissedMass(step.chooser, step.views, layers, settings.refresh_missed_mass)
     choice = RoundChoice(read_bytes(runner, drafter, settings, step.chain), max_ms=settings.max_cycle_ms)
     step.planner = CyclePlanner(settings, step.chain, choice)

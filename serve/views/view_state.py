@@ -105,6 +105,30 @@ class ViewState:
         lists = Lists(self.column_LRV[first:], self.count_LR[first:], self.start_R, self.sinks)
         return view_pages(lists, running.table_RW, running.row_B, running.length_B, everything_B, width, count)
 
+    def blocks(self, running: Running, at: int, width: int, block: int, blocks: int) -> torch.Tensor:
+        """Blocks of which a partial verification read some column, or which its new tokens stand in; bool ``[B, N]``.
+
+        Args:
+            running: the batch before the verification.
+            at: which list it read.
+            width: of that list, without the new tokens.
+            block: columns of a block.
+            blocks: N.
+        """
+        lists = Lists(self.column_LRV[at : at + 1], self.count_LR[at : at + 1], self.start_R, self.sinks)
+        device, column_C = (
+            running.row_B.device,
+            torch.arange(self.columns, dtype=torch.int32, device=running.row_B.device),
+        )
+        table_RC = column_C.expand(len(self.start_R), -1)  # a page table whose slots are its columns
+        column_LBW, read_LB = view_pages(lists, table_RC, running.row_B, running.length_B, None, width, 0)
+        there_BW = torch.arange(width, device=device) < read_LB[0][:, None]
+        block_BW = torch.where(there_BW, column_LBW[0].long() // block, blocks).clamp_max(blocks)
+        read_BN = torch.zeros(len(running.row_B), blocks + 1, dtype=torch.bool, device=device).scatter_(
+            1, block_BW, True
+        )
+        return read_BN[:, :-1] | (torch.arange(blocks, device=device) >= (running.length_B // block)[:, None])
+
     def remember(self, row_B: torch.Tensor, position_B: torch.Tensor, id_BN: torch.Tensor) -> None:
         """Tokens of each request from a position on; later ones replace what was there."""
         at_BN = (position_B[:, None] + torch.arange(id_BN.shape[1], device=row_B.device)) % self.id_RI.shape[1]
