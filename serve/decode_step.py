@@ -68,9 +68,33 @@ class DecodeStep:
         """The scheduler comes to the tokens of the earliest round that it has not processed: so many drafts of each request."""
 
     def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        """Every request of the batch gains at least one token."""
+        """Every request of the batch gains at least one token; if all else fails (no memory, say), all of them end with an error."""
         with self.clock.step(len(batch.reqs)):
-            return self._run(batch)
+            try:
+                return self._run(batch)
+            except Exception:
+                logger.exception("longdraft: a step failed, its %d requests are aborted", len(batch.reqs))
+            # Only here is the exception gone, and with it the tensors that its frames hold.
+            return self._ended(batch)
+
+    def _ended(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """The result of a batch whose requests end with an error: one token each, of no meaning."""
+        for req in batch.reqs:
+            end_with_error(req)
+        size, device = len(batch.reqs), batch.seq_lens.device
+        one_B = torch.ones(size, dtype=torch.int64, device=device)
+        output = logits_output(torch.zeros(size, 1, device=device))
+        if batch.return_logprob:
+            blank_logprobs(batch, output, self.stride)
+        return GenerationBatchResult(
+            logits_output=output,
+            next_token_ids=torch.zeros(size * self.stride, dtype=torch.int64, device=device),
+            accept_lens=one_B,
+            new_seq_lens=batch.seq_lens + 1,
+            speculative_num_draft_tokens=self.stride,
+            next_draft_input=DraftInput(),
+            can_run_cuda_graph=False,
+        )
 
     def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
         with self.clock.phase("draft"):
@@ -206,6 +230,11 @@ class DecodeStep:
 def give_up(req: Any) -> None:
     """End a request with an error; called where its exception is handled."""
     logger.exception("longdraft: request %s cannot be verified and is aborted", req.rid)
+    end_with_error(req)
+
+
+def end_with_error(req: Any) -> None:
+    """Have SGLang end a request with an error when it processes the step."""
     req.to_finish = FINISH_ABORT(UNVERIFIED, 500, "InternalServerError")
 
 
@@ -227,6 +256,17 @@ def logits_output(logits_TV: torch.Tensor) -> Any:
         "customized_info",
     )
     return SimpleNamespace(next_token_logits=logits_TV, **dict.fromkeys(empty))
+
+
+def blank_logprobs(batch: ScheduleBatch, output: Any, stride: int) -> None:
+    """What SGLang reads where requests want logprobs, and there are none: zeros for every one of ``stride`` tokens."""
+    size = len(batch.reqs)
+    output.next_token_logprobs = torch.zeros(size, stride, device=batch.seq_lens.device)
+    tops = [torch.zeros(count) for count in batch.top_logprobs_nums or [0] * size for _ in range(stride)]
+    output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx = tops, [t.long() for t in tops]
+    named = [ids or [] for ids in batch.token_ids_logprobs or [None] * size for _ in range(stride)]
+    output.next_token_token_ids_logprobs_val = [torch.zeros(len(ids)) for ids in named]
+    output.next_token_token_ids_logprobs_idx = named
 
 
 def own_params(req: Any) -> Any:

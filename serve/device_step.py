@@ -66,6 +66,7 @@ class DeviceStep(DecodeStep):
         # Rounds that the scheduler has not processed yet, with the number of drafts of each request, which is on its way to the
         # host; None for a round that was counted when it ran.
         self.launched: deque[tuple[list[Any], torch.Tensor, Any] | None] = deque()
+        self.unprocessed = 0  # of them when the latest round began
 
     def remember(self, batch: ScheduleBatch, newest_B: torch.Tensor) -> None:
         if self.newest_R is None:
@@ -95,6 +96,20 @@ class DeviceStep(DecodeStep):
             counters = stats.attach(req, self.settings.mode)
             counters.accept.add(drafted, count)
             counters.rounds += 1
+
+    def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        self.unprocessed = len(self.launched)
+        return super().run(batch)
+
+    def _ended(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        self._unlaunch()
+        self.launched.append(None)
+        return super()._ended(batch)
+
+    def _unlaunch(self) -> None:
+        """Forget the latest round, which has failed, if it was launched."""
+        while len(self.launched) > self.unprocessed:
+            self.launched.pop()
 
     def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
         roster = self._roster(batch)

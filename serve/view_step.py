@@ -11,6 +11,7 @@ Legend: B requests, K drafted tokens, T tokens of a verification, N tokens of a 
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,13 +32,15 @@ from longdraft.serve.step_clock import Renamed
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.verify import Verified
 from longdraft.serve.views.chooser import ViewChooser
-from longdraft.serve.views.cycle import Last, Ready
+from longdraft.serve.views.cycle import Last, Ready, Returned
 from longdraft.serve.views.cycle_plan import CyclePlan, CyclePlanner, Ledger
 from longdraft.serve.views.missed_mass import MissedMass
 from longdraft.serve.views.view_state import ViewState
 
 logger = logging.getLogger(__name__)
 
+# Of a batch: who is verified fully, on the device, what its rounds gave, and its last verification.
+Verification = Callable[[ScheduleBatch, Roster, Running, CyclePlan], tuple[torch.Tensor, Ready, Last]]
 UNUSED = 8  # times as rarely a view is chosen that no partial round reads
 
 
@@ -142,40 +145,61 @@ class ViewStep(DeviceStep):
         ledgers = [self._ledger(r) for r in roster.reqs]
         lengths = [Tokens(r).cached for r in roster.reqs]
         plan = self.planner.plan(ledgers, roster.modes, lengths)
+        try:
+            done = self._returned_by(batch, roster, running, plan, lengths, self._cycle)
+        except Exception:
+            logger.exception("longdraft: a cycle failed, its requests are verified without what was proposed")
+            done = None
+        if done is None:  # and the exception is gone, and with it the tensors that its frames hold
+            self._unlaunch()
+            self.planner.failed()
+            plan = replace(plan, full=tuple(mode != "partial" for mode in roster.modes), rounds=0, room=0)
+            done = self._returned_by(batch, roster, running, plan, lengths, self._bare)
+        self.planner.launched(ledgers, plan)
+        with self.clock.phase("select"):
+            self._choose_views(roster, running, plan, done)
+        return done.result
+
+    def _returned_by(
+        self,
+        batch: ScheduleBatch,
+        roster: Roster,
+        running: Running,
+        plan: CyclePlan,
+        lengths: list[int],
+        verified: Verification,
+    ) -> Returned:
+        """What a cycle returns that ``verified`` (:meth:`_cycle` or :meth:`_bare`) verifies.
+
+        What is kept from cycle to cycle is changed last, so that a cycle that fails can be made good by another one.
+        """
+        full_B, ready, last = verified(batch, roster, running, plan)
+        gained = self._gain(roster, last)
+        confirmed_B = torch.minimum(last.kept_B, ready.gained_B)
+        doubtful_B = self._doubtful(roster, running, plan, last, gained)
+        first_B = torch.where(full_B, ready.first_B, gained.count_B * (ready.drafts.limit_B == self.chain - 1))
+        facts_4B = torch.stack([ready.gained_B, confirmed_B, doubtful_B, first_B])
+        with self.clock.phase("keep"):
+            row_B, exact_B = running.row_B, running.length_B + gained.count_B
+            self.views.remember(row_B, running.length_B + 1, gained.id_BN)
+            kept_B, last_B = torch.where(full_B, exact_B, self.views.exact_R[row_B]), last.lead_B + gained.count_B - 1
+            result = self._returned(batch, running, gained, last.seen)
+            self._launch(roster, last.limit_B - last.lead_B, ((plan, lengths), facts_4B))
+            self.views.exact_R[row_B] = kept_B
+        return Returned(result, last.id_BK.shape[1] + 1, last_B, exact_B)
+
+    def _cycle(
+        self, batch: ScheduleBatch, roster: Roster, running: Running, plan: CyclePlan
+    ) -> tuple[torch.Tensor, Ready, Last]:
+        """Partial rounds, and the last verification; and who is verified fully in it, on the device."""
         device = running.length_B.device
         full_B = to_device(plan.full, torch.bool, device)
         everything_B = to_device(plan.everything, torch.bool, device) if any(plan.everything) else None
         self.views.remember(running.row_B, running.length_B, running.newest_B[:, None])
         ready = self._rounds(batch, roster, running, plan, full_B, everything_B)
         width = self.chain + plan.room
-        try:
-            view = None if all(plan.full) else self._last_view(running, ready, plan, full_B, everything_B, width)
-            last = self._verify_last(batch, roster, running, ready, width, view)
-        except Exception:
-            logger.exception(
-                "longdraft: a full verification failed, its requests are verified without what was proposed"
-            )
-            self.planner.failed()
-            ready = replace(ready, gained_B=torch.zeros_like(full_B, dtype=torch.int64))
-            plan = replace(plan, full=tuple(mode != "partial" for mode in roster.modes), rounds=0, room=0)
-            full_B = to_device(plan.full, torch.bool, device)
-            last = self._verify_bare(batch, roster, running)
-            width = last.id_BK.shape[1] + 1
-        gained = self._gain(roster, last)
-        confirmed_B = torch.minimum(last.kept_B, ready.gained_B)
-        doubtful_B = self._doubtful(roster, running, plan, last, gained)
-        first_B = torch.where(full_B, ready.first_B, gained.count_B * (ready.drafts.limit_B == self.chain - 1))
-        facts_4B = torch.stack([ready.gained_B, confirmed_B, doubtful_B, first_B])
-        self.planner.launched(ledgers, plan)
-        self._launch(roster, last.limit_B - last.lead_B, ((plan, lengths), facts_4B))
-        with self.clock.phase("keep"):
-            row_B, exact_B = running.row_B, running.length_B + gained.count_B
-            self.views.remember(row_B, running.length_B + 1, gained.id_BN)
-            self.views.exact_R[row_B] = torch.where(full_B, exact_B, self.views.exact_R[row_B])
-        with self.clock.phase("select"):
-            self._choose_views(roster, running, plan, last.lead_B + gained.count_B - 1, exact_B, width)
-        with self.clock.phase("keep"):
-            return self._returned(batch, running, gained, last.seen)
+        view = None if all(plan.full) else self._last_view(running, ready, plan, full_B, everything_B, width)
+        return full_B, ready, self._verify_last(batch, roster, running, ready, width, view)
 
     def _time(self, reqs: list[Any], plan: CyclePlan, lengths: list[int]) -> None:
         """From the end of one cycle to that of the next of the same requests; what else ran in between makes an outlier."""
@@ -293,11 +317,15 @@ class ViewStep(DeviceStep):
         seen = verify_running(self.target_worker, batch, roster.reqs, base, *given, in_graph, self.clock, view)
         return Last(seen, id_BK, limit_B, ready.lead_B, self._kept_last(seen, id_BK, limit_B, ready), view)
 
-    def _verify_bare(self, batch: ScheduleBatch, roster: Roster, running: Running) -> Last:
-        """Verify the newest tokens alone, each request by itself if need be."""
+    def _bare(
+        self, batch: ScheduleBatch, roster: Roster, running: Running, plan: CyclePlan
+    ) -> tuple[torch.Tensor, Ready, Last]:
+        """As :meth:`_cycle`, of the newest tokens alone, each request by itself if need be."""
+        full_B, none_B = to_device(plan.full, torch.bool, running.length_B.device), torch.zeros_like(running.length_B)
+        self.views.remember(running.row_B, running.length_B, running.newest_B[:, None])
         seen, drafts = self._verify(batch, roster, running, self._no_drafts(len(roster.reqs), running))
-        none_B = torch.zeros_like(running.length_B)
-        return Last(seen, drafts.id_BK, drafts.limit_B, none_B, none_B)
+        ready = Ready(running, none_B, none_B, none_B, drafts)
+        return full_B, ready, Last(seen, drafts.id_BK, drafts.limit_B, none_B, none_B)
 
     def _kept_last(self, seen: Verified, id_BK: torch.Tensor, limit_B: torch.Tensor, ready: Ready) -> torch.Tensor:
         """How many of the tokens behind the pending ones are the target's own choices."""
@@ -362,15 +390,7 @@ class ViewStep(DeviceStep):
             logger.exception("longdraft: what views miss could not be measured, their requests go on as they are")
             return torch.zeros_like(end_B)
 
-    def _choose_views(
-        self,
-        roster: Roster,
-        running: Running,
-        plan: CyclePlan,
-        last_B: torch.Tensor,
-        length_B: torch.Tensor,
-        width: int,
-    ) -> None:
+    def _choose_views(self, roster: Roster, running: Running, plan: CyclePlan, done: Returned) -> None:
         """New views for the requests that were just verified fully, by the queries of what they returned."""
         due = []
         for req, mode, full in zip(roster.reqs, roster.modes, plan.full, strict=True):
@@ -383,10 +403,10 @@ class ViewStep(DeviceStep):
         if not any(due) or self.chooser.selector.once:
             return
         try:
-            queries = self.chooser.tap.of_verification(width, last_B)
+            queries = self.chooser.tap.of_verification(done.width, done.last_B)
             table, longest = running.table_RW, max(r.kv_allocated_len for r in roster.reqs)
-            chosen = self.chooser.choose(queries, running.row_B, table, length_B, longest)
-            where_B = None if all(due) else to_device(due, torch.bool, last_B.device)
+            chosen = self.chooser.choose(queries, running.row_B, table, done.exact_B, longest)
+            where_B = None if all(due) else to_device(due, torch.bool, running.row_B.device)
             self.views.choose(running.row_B, chosen, where_B)
         except Exception:
             logger.exception("longdraft: no view could be chosen, its requests keep theirs")

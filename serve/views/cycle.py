@@ -6,6 +6,7 @@ Legend: B requests, K tokens behind the first of each request.
 from dataclasses import dataclass
 
 import torch
+from sglang.srt.managers.utils import GenerationBatchResult
 
 from longdraft.serve.device_step import Drafts
 from longdraft.serve.device_verify import View
@@ -50,3 +51,20 @@ class Last:
     lead_B: torch.Tensor
     kept_B: torch.Tensor
     view: View | None = None
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A cycle that is done.
+
+    Attributes:
+        result: for SGLang.
+        width: tokens of each request in its last verification.
+        last_B: place of each request's newest token among them that is cached now.
+        exact_B: cached tokens of each, exact where its last verification was a full one.
+    """
+
+    result: GenerationBatchResult
+    width: int
+    last_B: torch.Tensor
+    exact_B: torch.Tensor

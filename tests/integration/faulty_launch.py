@@ -1,4 +1,5 @@
-"""python faulty_launch.py [SGLang arguments]: the server with a drafter that raises now and then and one failing verification.
+"""python faulty_launch.py [SGLang arguments]: the server with a drafter that raises now and then, verifications that fail, and no
+memory left behind some of them.
 
 The scheduler process imports this file again, so the patches below are in force there.
 """
@@ -6,11 +7,13 @@ The scheduler process imports this file again, so the patches below are in force
 import sys
 from typing import Any
 
-from longdraft.serve import device_verify
+import torch
+
+from longdraft.serve import device_step, device_verify, view_step
 from longdraft.serve.drafters import longspec
 from longdraft.serve.sampling import target_choice as choices
 
-calls = {"propose": 0, "choice": 0}
+calls = {"propose": 0, "choice": 0, "gain": 0}
 process = choices.process_logits
 
 
@@ -35,6 +38,27 @@ def once_raising(logits: Any, reqs: Any, drafts: Any, tree: Any = None) -> Any:
     return process(logits, reqs, drafts, tree)
 
 
+def at_times_without_memory(gain: Any) -> Any:
+    def planted(self: Any, roster: Any, last: Any) -> Any:
+        calls["gain"] += last.id_BK.shape[1] > 0  # without drafts it is the last resort
+        if calls["gain"] % 5 == 2 and last.id_BK.shape[1]:
+            raise torch.OutOfMemoryError("planted: no memory behind a verification of drafts")
+        return gain(self, roster, last)
+
+    return planted
+
+
+def without_memory(returned: Any) -> Any:
+    def planted(self: Any, batch: Any, *given: Any) -> Any:
+        if any(r.sampling_params.max_new_tokens == 35 and len(r.output_ids) >= 5 for r in batch.reqs):
+            raise torch.OutOfMemoryError("planted: whatever is tried for this batch finds no memory")
+        return returned(self, batch, *given)
+
+    return planted
+
+
+view_step.ViewStep._gain = at_times_without_memory(view_step.ViewStep._gain)  # type: ignore[method-assign]
+device_step.DeviceStep._returned = without_memory(device_step.DeviceStep._returned)  # type: ignore[method-assign]
 for name in ("propose", "propose_running"):
     setattr(longspec.LongSpecDrafter, name, sometimes_raising(getattr(longspec.LongSpecDrafter, name)))
 choices.process_logits = device_verify.process_logits = once_raising

@@ -244,6 +244,25 @@ def test_a_request_that_cannot_be_verified_ends_alone(monkeypatch: pytest.Monkey
     assert "could not verify this request" in ended["message"]
 
 
+def test_a_step_that_fails_behind_its_verification_ends_its_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_step, "verify", made_up_verify())
+    step, kept = step_of(ScriptedDrafter(lambda text, depth: next_of(text))), []
+
+    def planted(*given: Any) -> Any:
+        kept.append(given)
+        if len(kept) == 2:
+            raise torch.OutOfMemoryError("planted")
+        return keep(*given)
+
+    keep, step._keep = step._keep, planted  # type: ignore[method-assign]
+    doomed = [make_request(rid, [3], max_new_tokens=30, ignore_eos=True) for rid in "ab"]
+    serve(step, doomed)
+    assert all(r.finished_reason.to_json()["type"] == "abort" for r in doomed) and len(kept) == 2
+    later = make_request("c", [1], max_new_tokens=6, ignore_eos=True)
+    serve(step, [later])
+    assert list(later.output_ids) == plainly(make_request("x", [1], max_new_tokens=6, ignore_eos=True))
+
+
 def test_simulated_acceptance_forces_the_length_and_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """For timing with random weights: the drafts stand in for the target's tokens."""
     req = make_request("r", [1], max_new_tokens=120, ignore_eos=True)

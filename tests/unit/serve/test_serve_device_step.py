@@ -235,6 +235,30 @@ def test_a_verification_that_fails_is_repeated_one_by_one(behind: bool, tree: st
     assert skipped == [False, True], "keys that were never written are not shared with later requests"
 
 
+@pytest.mark.parametrize(("tree", "point"), [("chain", "_accept"), ("2,2,2", "_keep_running"), ("2,2,2", "_launch")])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_step_that_fails_behind_its_verification_ends_its_requests_alone(behind: bool, tree: str, point: str) -> None:
+    step = step_of(DeviceDrafter(next_of), None, tree)
+    work, calls = getattr(step, point), []
+
+    def planted(*given: Any) -> Any:
+        result = work(*given)
+        calls.append(point)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("planted")
+        return result
+
+    setattr(step, point, planted)
+    server = Server(step, behind)
+    doomed = [make_request(rid, row, [row], max_new_tokens=30, ignore_eos=True) for rid, row in (("a", 1), ("b", 2))]
+    server.run(doomed)
+    assert all(r.finished_reason.to_json()["type"] == "abort" for r in doomed) and len(calls) == 2
+    later = make_request("c", 3, [1], max_new_tokens=6, ignore_eos=True)
+    server.run([later])
+    assert list(later.output_ids) == plainly(make_request("x", 1, [1], max_new_tokens=6, ignore_eos=True))
+    assert not step.launched
+
+
 def test_stop_tokens_outside_of_the_vocabulary_stop_nothing_and_cost_nothing() -> None:
     req = make_request("r", 1, [1], max_new_tokens=6, ignore_eos=False, stop_token_ids=[-(10**30), -1, 10**30, 1 << 63])
     req.sampling_params.stop_token_ids |= set(range(VOCAB, 10**5))

@@ -1,15 +1,18 @@
 """What a hostile review of modes ``exact`` and ``partial`` found: failures, lags and requests that others left behind."""
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from device_rounds import TABLE, Server, plainly
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from test_serve_device_step import RULES, DeviceDrafter
 from test_serve_view_step import CHAIN, PENDING, ViewedTarget, requests, view_step
 
 from longdraft.serve import view_step as view_step_module
+from longdraft.serve.decode_step import gave_up
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.hooks import waits_for_host
 from longdraft.serve.settings import ServeSettings
@@ -171,3 +174,133 @@ def test_what_cannot_be_admitted_shortens_no_cycle() -> None:
     )  # fmt: skip
     waits_for_host(lambda self, batch: False, scheduler, None)
     assert told != [True]
+
+
+def runs_out_of_memory(step: Any, point: str, turns: set[int], after: bool = False) -> list[int]:
+    """Counts the calls of a method of the step or of a part of it; those with these numbers find no memory, before or behind their work."""
+    *parts, name = point.split(".")
+    owner = getattr(step, parts[0]) if parts else step
+    work, calls = getattr(owner, name), [0]
+
+    def planted(*given: Any, **more: Any) -> Any:
+        calls[0] += 1
+        fails = calls[0] in turns
+        if fails and not after:
+            raise torch.OutOfMemoryError("planted")
+        result = work(*given, **more)
+        if fails:
+            raise torch.OutOfMemoryError("planted")
+        return result
+
+    setattr(owner, name, planted)
+    return calls
+
+
+POINTS = ["_cycle", "_draft", "_reading", "_last_view", "_verify_last", "_gain", "_doubtful", "_returned", "_launch"]
+POINTS += ["views.remember", "views.recall", "views.choose", "chooser.choose"]
+
+
+@pytest.mark.parametrize(("behind", "after"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize("mode", ["exact", "partial"])
+@pytest.mark.parametrize("point", POINTS)
+def test_memory_that_runs_out_behind_a_verification_costs_what_was_proposed(
+    point: str, mode: str, behind: bool, after: bool
+) -> None:
+    """Wherever it does, and whatever had been done until then: nothing is kept of a cycle that was not returned."""
+    target = ViewedTarget(off=3)
+    step = view_step(target, DeviceDrafter(RULES["oracle"]), mode=mode)
+    # Two in a row would be one too many: the cycle without proposals is the last resort.
+    calls = runs_out_of_memory(step, point, {1, 4, 7, 12}, after)
+    prompts, lengths = [*PROMPTS, [3, 2, 1, 2, 3, 4, 5, 6]], [28, 20, 17]
+    modes: list[str | None] = [mode, mode, "full"]
+    reqs = requests(prompts, lengths, modes, ignore_eos=True)
+    plain = [plainly(r) for r in requests(prompts, lengths, modes, ignore_eos=True)]
+    Server(step, behind).run(reqs)
+    assert calls[0] or (point, mode) == ("_last_view", "exact")
+    assert [len(r.output_ids) for r in reqs] == lengths and not step.launched
+    for req, name, wanted in zip(reqs, modes, plain, strict=True):
+        exact = step.exact_of(req)
+        assert exact is None or slots_hold_their_tokens(target, req, exact)
+        assert name == "partial" or list(req.output_ids) == wanted
+    assert mode == "partial" or not target.dirty, "a bare verification reads pending tokens as they are"
+
+
+def ended_with_an_error(req: Any) -> bool:
+    return isinstance(req.finished_reason, FINISH_ABORT) and req.finished_reason.status_code == 500 and gave_up(req)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("point", ["_gain", "_returned", "_launch", "_roster"])
+def test_where_nothing_helps_the_requests_of_the_batch_end_and_the_step_goes_on(point: str, behind: bool) -> None:
+    target = ViewedTarget(off=3)
+    step = view_step(target, DeviceDrafter(RULES["oracle"]), mode="partial")
+    runs_out_of_memory(step, point, {3} if point == "_roster" else {3, 4})  # the last resort finds none either
+    reqs = requests(PROMPTS, [28, 20], ["exact", "partial"], ignore_eos=True)
+    server = Server(step, behind)
+    server.run(reqs)
+    assert all(ended_with_an_error(r) for r in reqs) and not step.launched
+    later = requests(PROMPTS, [20, 17], ["exact", "exact"], ignore_eos=True)
+    for req in later:
+        req.rid += "later"
+    server.run(later)
+    assert [list(r.output_ids) for r in later] == [
+        plainly(r) for r in requests(PROMPTS, [20, 17], [None] * 2, ignore_eos=True)
+    ]
+    assert not target.dirty
+
+
+def test_a_batch_served_on_the_host_ends_with_an_error_too() -> None:
+    step = view_step(ViewedTarget(off=3), DeviceDrafter(RULES["oracle"]), mode="partial")
+    runs_out_of_memory(step, "_keep", {3})
+    reqs = requests(PROMPTS, [20, 17], ["partial", "exact"], ignore_eos=True, frequency_penalty=0.1)
+    Server(step, True).run(reqs)
+    assert all(ended_with_an_error(r) for r in reqs) and not step.launched
+
+
+def test_the_cycle_that_failed_is_gone_before_the_next_one_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exception's frames hold what took the memory."""
+    monkeypatch.setattr(view_step_module.logger, "exception", lambda *_: None)  # pytest keeps what is logged
+    step = view_step(ViewedTarget(off=3), DeviceDrafter(RULES["oracle"]))
+    held: list[Any] = []
+    gain, bare = step._gain, step._bare
+
+    def failing(roster: Any, last: Any) -> Any:
+        if not held:
+            big = torch.zeros(1000)
+            held.append(weakref.ref(big))
+            raise torch.OutOfMemoryError(f"planted: {len(big)} more do not fit")
+        return gain(roster, last)
+
+    def tried(*given: Any) -> Any:
+        held.append(held[0]() is None)
+        return bare(*given)
+
+    step._gain, step._bare = failing, tried  # type: ignore[method-assign]
+    Server(step, False).run(requests(PROMPTS, [20, 17], ["exact"] * 2, ignore_eos=True))
+    assert held[1:] == [True]
+
+
+@pytest.mark.parametrize(("tops", "named"), [(None, None), ([0, 3], [None, None]), ([2, 0], [[5, 6, 7], []])])
+def test_a_batch_that_ends_has_the_logprobs_that_sglang_reads(tops: Any, named: Any) -> None:
+    step = view_step(ViewedTarget(off=3), DeviceDrafter(RULES["oracle"]))
+    reqs = requests(PROMPTS, [20, 17], ["exact"] * 2, ignore_eos=True)
+    batch = Server(step, False).batch(reqs)
+    batch.return_logprob, batch.top_logprobs_nums, batch.token_ids_logprobs = True, tops, named
+    step._run = broken_run  # type: ignore[method-assign]
+    result = step.run(batch)
+    output = result.logits_output
+    assert output.next_token_logprobs.shape == (2, step.stride)
+    for b in range(2):
+        first = b * step.stride
+        wanted = tops[b] if tops else 0
+        assert len(output.next_token_top_logprobs_val[first].tolist()) == wanted
+        assert len(output.next_token_top_logprobs_idx[first].tolist()) == wanted
+        ids = (named or [None, None])[b] or []
+        assert output.next_token_token_ids_logprobs_idx[first] == ids
+        assert len(output.next_token_token_ids_logprobs_val[first].tolist()) == len(ids)
+    assert result.accept_lens.tolist() == [1, 1]
+    assert result.new_seq_lens.tolist() == (batch.seq_lens + 1).tolist()
+
+
+def broken_run(batch: Any) -> Any:
+    raise torch.OutOfMemoryError("planted")
