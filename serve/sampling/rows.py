@@ -15,6 +15,9 @@ from longdraft.kernels.gumbel import gumbel_argmax, gumbel_noise
 from longdraft.kernels.transfer import to_device
 
 CUT = 2.0  # nats
+AT_ONCE = (
+    256  # rows that are sampled together: some 60 bytes for each token of the vocabulary and row, 2 GB of 128K tokens
+)
 
 
 def seed_of(req: Any) -> int:
@@ -127,8 +130,21 @@ class RowParams:
         """The target's (or the draft's) choice of each row, int64 ``[N]``.
 
         Greedy rows take the argmax; the others ``argmax(log p + G(seed, position))`` over what temperature, top-k, top-p
-        and min-p leave. ``position_N`` is the position of the row's input token.
+        and min-p leave. ``position_N`` is the position of the row's input token. Many rows are sampled in parts, so that a wide
+        verification needs no more memory than a narrow one beside its logits.
         """
+        parts = 1 if self.greedy else -(-len(logits_NV) // AT_ONCE)
+        if parts <= 1:
+            return self._choose(logits_NV, position_N)
+        rows = zip(self._split(parts), logits_NV.tensor_split(parts), position_N.tensor_split(parts), strict=True)
+        return torch.cat([own._choose(*given) for own, *given in rows])
+
+    def _split(self, parts: int) -> list["RowParams"]:
+        columns = self.temperature_N1, self.top_k_N1, self.top_p_N1, self.min_p_N1, self.seed_N, self.greedy_N
+        t, k, p, m, s, g = (column.tensor_split(parts) for column in columns)
+        return [RowParams(t[i], k[i], p[i], m[i], s[i], g[i], self.greedy, self.filtered) for i in range(parts)]
+
+    def _choose(self, logits_NV: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
         best_N = logits_NV.argmax(-1)
         if self.greedy:
             return best_N

@@ -8,8 +8,9 @@ import pytest
 import torch
 from serve_fakes import plain_request
 
-from longdraft.kernels.gumbel import gumbel_noise
-from longdraft.serve.sampling.rows import CUT, RowParams, seed_of
+from longdraft.kernels.gumbel import gumbel_argmax, gumbel_noise
+from longdraft.serve.sampling import rows as rows_module
+from longdraft.serve.sampling.rows import AT_ONCE, CUT, RowParams, seed_of
 from longdraft.serve.sampling.target_choice import process_logits, target_choice
 
 CPU = torch.device("cpu")
@@ -91,6 +92,30 @@ def test_a_row_is_chosen_the_same_in_any_batch() -> None:
     assert not alone.filtered
     mixed = together.choose(torch.cat([logits[:3], logits]), torch.cat([torch.arange(3), position]))
     assert torch.equal(mixed[3:], alone.choose(logits, position))
+
+
+@pytest.mark.parametrize("rows", [AT_ONCE, AT_ONCE + 1, 5 * AT_ONCE // 2])
+def test_many_rows_are_sampled_in_parts_of_bounded_size(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and sampling requests in turns, cut in all ways; the parts are of about one size."""
+    reqs = [
+        plain_request(temperature=0.0 if i % 5 == 0 else 0.7 + i % 3, sampling_seed=i, top_k=3 + i % 4, top_p=0.9)
+        for i in range(rows)
+    ]
+    logits_NV = torch.randn(rows, 40, generator=torch.Generator().manual_seed(1))
+    position_N = torch.arange(rows) % 97
+    params, alone = RowParams.build(reqs, [1] * rows, CPU), []
+    for i, req in enumerate(reqs):
+        alone.append(int(RowParams.build([req], [1], CPU).choose(logits_NV[i : i + 1], position_N[i : i + 1])))
+    sizes: list[int] = []
+
+    def watched(logprob_NV: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(logprob_NV))
+        return gumbel_argmax(logprob_NV, *rest)
+
+    monkeypatch.setattr(rows_module, "gumbel_argmax", watched)
+    assert params.choose(logits_NV, position_N).tolist() == alone
+    assert sum(sizes) == rows and max(sizes) <= AT_ONCE and max(sizes) - min(sizes) <= 1
+    assert len(set(alone)) > 10
 
 
 def test_a_whole_nucleus_cuts_nothing_even_where_sums_round_past_one() -> None:
