@@ -35,7 +35,8 @@ class ServeSettings(Settings):
     )
     view_lists: Literal["shared", "layers"] = Field(
         "shared",
-        description="one list of blocks for all layers, or one for each, by its own queries and keys (all of them are read then)",
+        description="one list of blocks for all layers, or one for each, by its own queries and keys (all of them are read then; rounds "
+        "in which another request of the batch reads its whole cache take the last layer's list for all)",
     )
     view_tokens: int = Field(4096, ge=64, description="cached tokens of a view, sinks and recent ones in")
     view_sinks: int = Field(32, ge=0, description="leading tokens among them")

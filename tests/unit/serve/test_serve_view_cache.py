@@ -177,6 +177,25 @@ def test_every_layer_reads_its_own_list(mode: str) -> None:
     assert target.partial > 20 and check.grown >= 6
 
 
+@pytest.mark.parametrize("mode", ["exact", "partial"])
+def test_beside_one_that_reads_everything_all_layers_read_the_last_ones_list(mode: str) -> None:
+    read: set[tuple[bool, bool]] = (
+        set()
+    )  # whether each layer has a list of its own in a round, and whether it holds everything
+    seen = LlamaTarget.seen
+
+    def noted(self: LlamaTarget, row: int, length: int, read_L: list[int]) -> list[list[int]]:
+        read.add((len(read_L) > 1, set(read_L) == {length}))
+        return seen(self, row, length, read_L)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LlamaTarget, "seen", noted)
+        reqs, _, check = serve([mode, mode, "full"], False, mode=mode, view_lists="layers")
+    assert {(False, True), (False, False)} <= read
+    assert mode == "partial" or [list(r.output_ids) for r in reqs] == PLAIN[:3]
+    assert list(reqs[2].output_ids) == PLAIN[2] and check.grown >= 4
+
+
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_refresh_leaves_a_plain_prefills_keys(behind: bool) -> None:
     """P6: and what is pending differs from them until then."""
