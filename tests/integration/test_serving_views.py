@@ -118,9 +118,9 @@ MODES = ["exact", "partial", "full", "off"]
 
 @pytest.fixture(scope="module")
 def tight(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """As ``viewed``, with so little memory that requests are retracted."""
+    """As ``viewed``, with so little memory that requests are retracted, and with refreshes for what views miss."""
     arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(tiny_draft), "--schedule-conservativeness", "0.05"]
-    given = {**STRICT, "LONGDRAFT_SETTINGS": f'{{"mode": "partial", "rounds": 2, {VIEW}}}'}
+    given = {**STRICT, "LONGDRAFT_SETTINGS": f'{{"mode": "partial", "rounds": 2, "refresh_missed_mass": 0.6, {VIEW}}}'}
     log = tmp_path_factory.mktemp("tight") / "log"
     with ServerProcess(tiny_target, arguments, log, given, SLOTS, overlap=True) as server:
         yield server
