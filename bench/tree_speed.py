@@ -87,7 +87,10 @@ def command(target: str, args: argparse.Namespace, on_cpu: bool, shape: str | No
     """A server's command line; plain SGLang's for None."""
     rest = ["--dtype", args.dtype, "--max-running-requests", str(max(args.batches)), "--grammar-backend", "none"]
     if not on_cpu:
-        rest += ["--mem-fraction-static", "0.35", "--attention-backend", args.attention_backend]
+        # The tokens say how large the pool is, so that several servers fit on a card.
+        tokens = max(args.batches) * (args.prompt_tokens + args.new_tokens + 600)
+        rest += ["--max-total-tokens", str(tokens), "--mem-fraction-static", "0.6"]
+        rest += ["--attention-backend", args.attention_backend]
         rest += ["--cuda-graph-max-bs-decode", str(max(args.batches)), "--sampling-backend", "pytorch"]
         rest += ["--skip-server-warmup"]
         if args.dtype == "float32":  # graphs of prefills: minutes of compilation for float32's slow attention
