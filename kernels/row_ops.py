@@ -1,9 +1,9 @@
-"""What stands between a layer's matrix products, a pass over the rows each: embedding and norm, sum and norm, gated SiLU; and a choice.
+"""What stands between a layer's matrix products, a pass over the rows each: embedding and norm, sum and norm, gated SiLU; and choices.
 
 A draft step on a card is a chain of small kernels that wait for one another, so what counts is how many there are. SGLang's library
 has kernels of the last two, but not for float32, none for the first, and none that runs where there is no card.
 
-Legend: T rows, N choices, V table rows, E row size, F = half of a gated projection.
+Legend: T rows, N choices, V table rows or a vocabulary, E row size, F = half of a gated projection.
 """
 
 import torch
@@ -96,3 +96,20 @@ def best_id(logits_TN: torch.Tensor, id_N: torch.Tensor, backend: str | None = N
     from longdraft.kernels.triton_row_ops import triton_best_id
 
     return triton_best_id(logits_TN, id_N)
+
+
+def torch_best_place(logits_TV: torch.Tensor) -> torch.Tensor:
+    """The torch twin of :func:`best_place`."""
+    return logits_TV.nan_to_num(float("-inf"), float("inf"), float("-inf")).argmax(-1)
+
+
+def best_place(logits_TV: torch.Tensor, backend: str | None = None) -> torch.Tensor:
+    """Where each row's largest number stands, int64 ``[T]``: of equal ones the first, NaN never, 0 in a row of nothing else.
+
+    One pass over the numbers, none is written; ``backend`` as in :func:`embed_norm`.
+    """
+    if _backend(logits_TV, backend) == "torch":
+        return torch_best_place(logits_TV)
+    from longdraft.kernels.triton_row_ops import triton_best_place
+
+    return triton_best_place(logits_TV)

@@ -58,7 +58,7 @@ def _gated_silu_kernel(both_ptr, out_ptr, both_row, SIZE: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def _best_id_kernel(logits_ptr, id_ptr, out_ptr, logits_row, count, CHOICES: tl.constexpr):
+def _best_id_kernel(logits_ptr, id_ptr, out_ptr, logits_row, count, NAMED: tl.constexpr, CHOICES: tl.constexpr):
     """Every lane keeps the first of its own largest numbers; then the lanes are compared."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, CHOICES)
@@ -71,7 +71,7 @@ def _best_id_kernel(logits_ptr, id_ptr, out_ptr, logits_row, count, CHOICES: tl.
         top = tl.where(better, x, top)
         best = tl.where(better, at, best)
     first = tl.min(tl.where(top == tl.max(top, 0), best, count - 1), 0)
-    tl.store(out_ptr + row, tl.load(id_ptr + first))
+    tl.store(out_ptr + row, tl.load(id_ptr + first) if NAMED else first.to(tl.int64))
 
 
 def _warps(wide: int) -> int:
@@ -121,13 +121,23 @@ def triton_gated_silu(both_T2F: torch.Tensor) -> torch.Tensor:
 
 def triton_best_id(logits_TN: torch.Tensor, id_N: torch.Tensor) -> torch.Tensor:
     """:func:`longdraft.kernels.row_ops.best_id` in Triton, for numbers no wider than float32."""
+    assert id_N.dtype == torch.int64 and id_N.is_contiguous() and len(id_N) == logits_TN.shape[1]
+    return _best(logits_TN, id_N)
+
+
+def triton_best_place(logits_TV: torch.Tensor) -> torch.Tensor:
+    """:func:`longdraft.kernels.row_ops.best_place` in Triton, for numbers no wider than float32."""
+    return _best(logits_TV, None)
+
+
+def _best(logits_TN: torch.Tensor, id_N: torch.Tensor | None) -> torch.Tensor:
     rows, count = logits_TN.shape
     assert logits_TN.stride(1) == 1 and logits_TN.dtype != torch.float64
-    assert id_N.dtype == torch.int64 and id_N.is_contiguous() and len(id_N) == count
     out_T = torch.empty(rows, dtype=torch.int64, device=logits_TN.device)
     if rows:
         choices = min(CHOICES, triton.next_power_of_2(count))
         _best_id_kernel[(rows,)](
-            logits_TN, id_N, out_T, logits_TN.stride(0), count, CHOICES=choices, num_warps=_warps(choices)
-        )
+            logits_TN, out_T if id_N is None else id_N, out_T, logits_TN.stride(0), count,
+            NAMED=id_N is not None, CHOICES=choices, num_warps=_warps(choices),
+        )  # fmt: skip
     return out_T

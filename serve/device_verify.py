@@ -9,6 +9,8 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
+from longdraft.kernels.chain_inputs import chain_inputs
+from longdraft.kernels.row_ops import best_place
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.observer import Observer
 from longdraft.serve.sampling.rows import RowParams
@@ -56,18 +58,15 @@ def verify_running(
     """
     with clock.phase("verify"):
         count, width = draft_BK.shape[0], draft_BK.shape[1] + 1
-        offset_T = torch.arange(width, device=draft_BK.device)
-        at_BT = torch.minimum(offset_T, limit_B[:, None])
-        id_BT = torch.cat([running.newest_B[:, None], draft_BK], 1).gather(1, at_BT)
-        position_BT = running.length_B[:, None] + at_BT
-        slot_BT = running.table_RW[running.row_B[:, None], position_BT].long() * (offset_T <= limit_B[:, None])
-        new = id_BT, position_BT, slot_BT
+        given = running.newest_B, draft_BK, limit_B, running.length_B, running.row_B, running.table_RW
+        new = chain_inputs(*given)
         forward = forward_of(batch, reqs, running, new, observer, in_graph, view=view)
         result = target_worker.forward_batch_generation(batch=None, forward_batch=forward, is_verify=True)
         owner_T = torch.arange(count, device=draft_BK.device).repeat_interleave(width, output_size=count * width)
         observer.verified(forward, running.table_RW, owner_T, result.logits_output)
     with clock.phase("sampling"):
-        choice_T, logits_TV = choose_running(result.logits_output.next_token_logits, reqs, params, position_BT)
+        seen_TV = result.logits_output.next_token_logits
+        choice_T, logits_TV = choose_running(seen_TV, reqs, params, new.position_BT, batch.return_logprob)
     return Verified(choice_T, logits_TV, list(range(0, (count + 1) * width, width)))
 
 
@@ -114,9 +113,15 @@ def forward_of(
 
 
 def choose_running(
-    logits_TV: torch.Tensor, reqs: list[Any], params: RowParams, position_BT: torch.Tensor
+    logits_TV: torch.Tensor, reqs: list[Any], params: RowParams, position_BT: torch.Tensor, kept: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(choice_T, processed logits_TV)`` of requests whose choice depends on no text; positions are those of the input tokens."""
+    """``(choice_T, logits_TV)`` of requests whose choice depends on no text; positions are those of the input tokens.
+
+    The logits are processed where somebody samples, or where they are ``kept`` for log-probabilities; greedy choices alone
+    need no copy of them.
+    """
     width = position_BT.shape[1]
+    if params.greedy and not kept and all(r.sampling_params.logit_bias is None for r in reqs):
+        return best_place(logits_TV), logits_TV
     logits_TV = process_logits(logits_TV, reqs, [[0] * (width - 1)] * len(reqs))
     return params.repeat(width).choose(logits_TV, position_BT.flatten()), logits_TV

@@ -7,10 +7,12 @@ from longdraft.kernels.rotate import Into, rotate_heads, torch_rotate_heads
 from longdraft.kernels.row_ops import (
     add_norm,
     best_id,
+    best_place,
     embed_norm,
     gated_silu,
     torch_add_norm,
     torch_best_id,
+    torch_best_place,
     torch_embed_norm,
     torch_gated_silu,
 )
@@ -79,6 +81,8 @@ def check_choices(rows: int, count: int, dtype: torch.dtype, device: str) -> Non
     logits[0, count // 3 :: 5] = 100.0
     logits[0, : count // 3] = float("nan")  # no number is not the largest one
     assert int(best_id(logits, ids, "triton")[0]) == int(ids[count // 3])
+    assert torch.equal(best_place(logits, "triton"), torch_best_place(logits))
+    assert int(best_place(logits, "triton")[0]) == count // 3
 
 
 def check_windows(window: int, size: int, steps: int, device: str) -> None:

@@ -39,3 +39,28 @@ def any_scores(seed: int, device: str = "cpu") -> tuple[torch.Tensor, int]:
     lse_THN[:rows, :, rng.randint(0, blocks) :] = float("-inf")
     lse_THN[-1] = float("-inf")
     return lse_THN.to(device), batch
+
+
+def any_chains(seed: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    """Arguments of ``chain_inputs``: chains of any length and limit, a page table of just the right width for the longest."""
+    rng, draw = random.Random(seed), torch.Generator().manual_seed(seed)
+    rows, batch, steps = rng.randint(1, 7), rng.randint(1, 6), rng.randint(0, 25)
+    limit_B = torch.randint(0, steps + 1, (batch,), generator=draw)
+    length_B = torch.randint(0, 90, (batch,), generator=draw)
+    columns = int((length_B + limit_B).max()) + 1
+    both = torch.randint(0, 128_256, (batch, steps + 2), generator=draw)
+    row_B = torch.randint(0, rows, (batch,), generator=draw)
+    table_RC = torch.randint(1, 9999, (rows, columns), generator=draw).int()
+    tensors = (both[:, 0], both[:, 1 : 1 + steps], limit_B, length_B, row_B, table_RC)
+    return tuple(x.to(device) for x in tensors)
+
+
+def any_ring(seed: int, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    """Arguments of ``remember``."""
+    rng, draw = random.Random(seed), torch.Generator().manual_seed(seed)
+    rows, ring = rng.randint(1, 7), rng.randint(1, 40)
+    batch, count = rng.randint(1, rows), rng.randint(0, ring)
+    row_B = torch.randperm(rows, generator=draw)[:batch]
+    position_B = torch.randint(0, 200, (batch,), generator=draw)
+    id_BN = torch.randint(0, 128_256, (count, batch), generator=draw).t()
+    return tuple(x.to(device) for x in (torch.full((rows, ring), -1), row_B, position_B, id_BN))

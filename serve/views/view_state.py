@@ -6,6 +6,7 @@ run, I remembered ids.
 
 import torch
 
+from longdraft.kernels.chain_inputs import remember
 from longdraft.kernels.view_pages import Lists, view_pages
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.views.choose import Chosen
@@ -131,8 +132,7 @@ class ViewState:
 
     def remember(self, row_B: torch.Tensor, position_B: torch.Tensor, id_BN: torch.Tensor) -> None:
         """Tokens of each request from a position on; later ones replace what was there."""
-        at_BN = (position_B[:, None] + torch.arange(id_BN.shape[1], device=row_B.device)) % self.id_RI.shape[1]
-        self.id_RI[row_B[:, None], at_BN] = id_BN
+        remember(self.id_RI, row_B, position_B, id_BN)
 
     def recall(self, row_B: torch.Tensor, position_B: torch.Tensor, count: int) -> torch.Tensor:
         """``count`` tokens of each request from a position on."""

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from view_kernel_case import any_scores, any_views
+from view_kernel_case import any_chains, any_ring, any_scores, any_views
 
 from longdraft.kernels import triton_mass_sum
+from longdraft.kernels.chain_inputs import chain_inputs, remember
 from longdraft.kernels.mass_sum import mass_sum
 from longdraft.kernels.view_pages import view_pages
 
@@ -23,3 +24,19 @@ def test_masses_equal_the_twins(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
     lse_THN, batch = any_scores(seed)
     found, wanted = mass_sum(lse_THN, batch, "triton"), mass_sum(lse_THN.double(), batch, "torch")
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_chains_inputs_equal_the_twins(seed: int) -> None:
+    given = any_chains(seed)
+    for found, wanted in zip(chain_inputs(*given, backend="triton"), chain_inputs(*given), strict=True):
+        assert found.dtype == torch.int64 and torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_rings_equal_the_twins(seed: int) -> None:
+    ring, *given = any_ring(seed)
+    found = ring.clone()
+    remember(found, *given, backend="triton")
+    remember(ring, *given)
+    assert torch.equal(found, ring)

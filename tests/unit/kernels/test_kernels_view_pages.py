@@ -10,6 +10,7 @@ from interpreter import run_interpreted
 from view_kernel_case import any_scores, any_views
 
 from longdraft.kernels.mass_sum import mass_sum
+from longdraft.kernels.triton_chain_inputs import _inputs_kernel, _remember_kernel
 from longdraft.kernels.triton_mass_sum import _mass_kernel, _total_kernel
 from longdraft.kernels.triton_view_pages import _pages_kernel
 from longdraft.kernels.view_pages import view_pages
@@ -58,10 +59,15 @@ POINTERS = {
     "count_ptr": "*i64", "start_ptr": "*i64", "row_ptr": "*i64", "length_ptr": "*i64",
 }  # fmt: skip
 FLOATS = dict.fromkeys(("lse_ptr", "total_ptr", "score_ptr"), "*fp32")
+INTEGERS = {
+    f"{name}_ptr": "*i64" for name in ["newest", "draft", "limit", "length", "row", "id", "position", "slot", "ring"]
+}
 BUILT: list[tuple[Any, dict[str, int], dict[str, str], int]] = [
     (_pages_kernel, {"EVERYTHING": 1, "TILE": 1024}, POINTERS, 4),
     (_total_kernel, {"WIDE": 2048}, FLOATS, 8),
     (_mass_kernel, {"ROWS": 32, "NARROW": 64}, FLOATS, 4),
+    (_inputs_kernel, {"T": 16}, INTEGERS | {"table_ptr": "*i32"}, 1),
+    (_remember_kernel, {"N": 16}, INTEGERS, 1),
 ]
 
 
