@@ -152,6 +152,10 @@ def known_heads(
             f"the recipe has retrieval heads of {len(target)} and {len(of_draft)} layers, target and draft have {layers} and "
             f"{0 if draft is None else len(draft)}: give the one that longdraft calibrate wrote for this pair"
         )
+    if draft is not None and (missing := {each.layer for each in recipe.draft} - set(draft)):
+        raise UserError(
+            f"the recipe looks at the draft's layers {sorted(missing)}, it has {list(draft)}: give the recipe of this draft"
+        )
     return target, of_draft
 
 

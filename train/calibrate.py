@@ -134,7 +134,7 @@ class Calibration:
         """Ask what is left to ask in one way; a row for each answer, in order."""
         rows: list[dict[str, Any]] = self.state.values.setdefault(f"{way} answers", [])
         needles = self.settings.needles
-        hay = haystacks(self.texts, needles.haystacks, max(needles.lengths))
+        hay = haystacks(self.texts, needles.haystacks, max(needles.lengths), self.tokenizer.bos_token_id)
         count = len(needles.lengths) * needles.depths * needles.haystacks * needles.count
         how = Asking(needles.new_tokens, needles.recall, needles.rule, end_tokens(self.model, self.tokenizer))
         for trial in islice(trials(needles, self.prompter, hay), len(rows), None):

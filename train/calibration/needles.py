@@ -12,6 +12,8 @@ from longdraft.train.calibration.settings import NeedleSettings
 
 SENTENCE_ENDS = (".", "!", "?", "\n")
 PLACE = "\x00HAYSTACK\x00"  # what a chat template is rendered with in place of the text
+# Some templates tell the model today's date, or let it think first, which no answer of fifty tokens survives.
+TEMPLATE: dict[str, Any] = {"date_string": "1 Jan 2026", "enable_thinking": False}
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Prompter:
         asked = f"{PLACE}\n\nAnswer in the words of the text above. {question}"
         if self.chat:
             chat = [{"role": "user", "content": f"Read this text.\n\n{asked}"}]
-            text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **TEMPLATE)
         else:
             text = f"{self.tokenizer.bos_token or ''}{asked}\nAnswer:"
         before, _, behind = text.partition(PLACE)
@@ -105,13 +107,20 @@ class Prompter:
         return at
 
 
-def haystacks(texts: Sequence[Sequence[int]], count: int, length: int) -> list[list[int]]:
+def haystacks(texts: Sequence[Sequence[int]], count: int, length: int, start_token: int | None) -> list[list[int]]:
     """``count`` texts of ``length`` tokens or more, each of whole documents in turn: every count-th one, one behind the other.
+
+    Args:
+        texts: of documents.
+        count: how many.
+        length: tokens that each needs.
+        start_token: what the tokenizer puts before a text and a haystack's inside must not hold; None: nothing.
 
     Raises:
         UserError: the documents hold too few tokens.
     """
-    found = [[token for text in texts[first::count] for token in text] for first in range(count)]
+    bare = [text[1:] if text[:1] == [start_token] else text for text in texts]
+    found = [[token for text in bare[first::count] for token in text] for first in range(count)]
     if (least := min(map(len, found))) < length:
         raise UserError(
             f"documents make a haystack of {least:,} tokens only, needles.lengths wants {length:,} of each of "

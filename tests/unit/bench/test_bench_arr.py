@@ -212,6 +212,14 @@ def test_a_recipe_without_the_heads_of_all_layers_is_refused(
     assert "heads of 0 and 0 layers, target and draft have 4 and 2" in capsys.readouterr().err
 
 
+def test_a_recipe_of_another_drafts_layers_is_refused(pair: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = recipe_of(retrieval_heads=HEADS)
+    recipe.draft[1].layer = 0
+    recipe.save(pair["recipe"])
+    assert cli.main(["bench", "arr", *words_of(pair)]) == 2
+    assert "the recipe looks at the draft's layers [0], it has [1, 3]" in capsys.readouterr().err
+
+
 def test_a_set_of_everything_distorts_nothing_and_less_attention_distorts_more() -> None:
     model = tiny_target("llama", num_hidden_layers=4).model
     prompt = torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(4)).tolist()

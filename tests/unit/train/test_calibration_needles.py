@@ -44,7 +44,7 @@ def test_every_answer_stands_in_its_needle_word_for_word() -> None:
 def test_trials_are_every_length_depth_haystack_and_needle_once() -> None:
     prompter = Prompter(byte_tokenizer(), chat=True)
     settings = NeedleSettings(lengths=[400, 500], depths=3, haystacks=2, count=2)
-    hay = haystacks([prompter.encode(HAY), prompter.encode(HAY.upper())], 2, 500)
+    hay = haystacks([prompter.encode(HAY), prompter.encode(HAY.upper())], 2, 500, None)
     found = list(trials(settings, prompter, hay))
     keys = [(t.length, t.depth, t.haystack, t.needle) for t in found]
     assert len(keys) == len(set(keys)) == 2 * 3 * 2 * 2
@@ -54,11 +54,25 @@ def test_trials_are_every_length_depth_haystack_and_needle_once() -> None:
 
 
 def test_haystacks_are_made_of_whole_documents_in_turn() -> None:
-    assert haystacks([[1, 2], [3], [4], [5, 6]], 2, 3) == [[1, 2, 4], [3, 5, 6]]
+    assert haystacks([[1, 2], [3], [4], [5, 6]], 2, 3, None) == [[1, 2, 4], [3, 5, 6]]
     with pytest.raises(
         UserError, match=r"haystack of 3 tokens only, needles\.lengths wants 4 of each of needles\.haystacks=2"
     ):
-        haystacks([[1, 2], [3], [4], [5, 6]], 2, 4)
+        haystacks([[1, 2], [3], [4], [5, 6]], 2, 4, None)
+
+
+def test_no_haystack_holds_the_token_that_begins_a_text() -> None:
+    assert haystacks([[9, 1, 9], [9, 2, 3]], 1, 2, 9) == [[1, 9, 2, 3]], "one in the midst of a text is the text's own"
+
+
+def test_a_template_is_rendered_the_same_every_day_and_without_thinking() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{{ date_string if date_string is defined else strftime_now('%s') }}{{ messages[0]['content'] }}"
+        "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
+    )
+    before, behind = Prompter(tokenizer, chat=True).around(NEEDLES[0].question)
+    assert tokenizer.decode(before).startswith("1 Jan 2026Read") and tokenizer.decode(behind).endswith("hang?")
 
 
 def test_a_length_that_the_question_fills_is_refused() -> None:
