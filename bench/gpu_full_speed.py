@@ -12,6 +12,8 @@ import statistics
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ ACCEPT = 4.0
 WINDOW = 4096
 CASES = {"b1_c32k": (1, 32_000), "b16_c32k": (16, 32_000), "b1_c125k": (1, 125_000)}
 VIEW = 4096  # tokens of a view, chosen anew behind every full verification
-GAP = 6  # times the usual step: what takes longer is a gap between two requests; a full verification among partial ones is not
+FIRST = 2  # steps of a batch that are not counted
 CONFIRMED = 0.95  # chance of a token of a partial round to be confirmed
 HEAD = 32_000  # rows of every draft's head
 CONTEXT = 130_000
@@ -163,8 +165,10 @@ def rounds(answers: list[dict[str, Any]]) -> list[int]:
     return [a["meta_info"].get("spec_verify_ct") or a["meta_info"]["completion_tokens"] - 1 for a in answers]
 
 
-def measure(server: Server, batch: int, context: int) -> dict[str, float]:
+def measure(server: Server, batch: int, context: int, starts: Callable[[], None] = lambda: None) -> dict[str, float]:
     """Decoding of a batch whose prompts are cached: tokens/s of the batch, ms a scheduler step, tokens of a request a step.
+
+    ``starts`` is called right before the answers whose steps are counted.
 
     Where every request draws its own accept length, the batch shrinks before its slowest request has ended: then
     :func:`steady` says what the full batch does.
@@ -175,6 +179,7 @@ def measure(server: Server, batch: int, context: int) -> dict[str, float]:
     generate(server, ids, WARM_TOKENS)  # time enough for a planner to have tried what it chooses among
     generate(server, ids, 8)
     short_s, short = generate(server, ids, 8)
+    starts()
     long_s, long = generate(server, ids, 8 + NEW_TOKENS)
     seconds, steps = long_s - short_s, max(rounds(long)) - max(rounds(short))
     each = [NEW_TOKENS / (a - b) for a, b in zip(rounds(long), rounds(short), strict=True)]
@@ -187,15 +192,22 @@ def measure(server: Server, batch: int, context: int) -> dict[str, float]:
 
 
 def steady(lines: list[dict[str, Any]], batch: int, tokens_a_step: float) -> dict[str, float]:
-    """Tokens/s while all requests run: their tokens a step over the mean time from step to step, by the steps' own lines."""
+    """Tokens/s while all requests run: their tokens a step over the mean time from step to step, by the steps' own lines.
+
+    The first of them has waited for the requests, the second for SGLang's overlap to begin.
+    """
     times = [
         line["wall_ms"] + line["gap_ms"] for line in lines if line["batch"] == batch and line["gap_ms"] is not None
     ]
-    usual = [ms for ms in times if ms < GAP * statistics.median(times)]
-    if not usual:
+    if len(times) <= FIRST:
         return {}
-    mean = sum(usual) / len(usual)
+    mean = statistics.fmean(times[FIRST:])
     return {"steady_ms_step": mean, "steady_tok_s": 1000 * batch * tokens_a_step / mean}
+
+
+def mark(marks: list[int], path: Path | None) -> None:
+    """Note how many steps a file has so far."""
+    marks.append(len(read_lines(path)) if path and path.exists() else 0)
 
 
 def record(path: Path, figures: dict[str, float], checks: dict[str, bool]) -> None:
@@ -235,10 +247,10 @@ def main() -> int:
         try:
             with Server(system, command, log, environment) as server:
                 for case, (batch, context) in CASES.items():
-                    seen = len(read_lines(times)) if times and times.exists() else 0
-                    found = measure(server, batch, context)
+                    marks = list[int]()
+                    found = measure(server, batch, context, partial(mark, marks, times))
                     if times and times.exists():
-                        lines = read_lines(times)[seen:]
+                        lines = read_lines(times)[marks[0] :]
                         write_lines(times.with_name(f"{system}_{case}.jsonl"), lines)
                         found |= steady(lines, batch, found["tokens_a_step"])
                     for key, value in found.items():

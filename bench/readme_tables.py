@@ -15,14 +15,15 @@ from longdraft.train.buckets import bucket_of
 RESULTS = Path(__file__).resolve().parent / "results"
 SYSTEMS = {
     "eagle3": "SGLang, EAGLE-3",
-    "longdraft": "longdraft `full`, LongSpec",
-    "longdraft_exact": "longdraft `exact`, LongSpec, views of 4,096",
-}
-EARLIER = {
-    "eagle3": "SGLang, EAGLE-3",
+    "eagle3_window": "SGLang, EAGLE-3 that reads a window of 4,096",
     "longdraft": "longdraft `full`, LongSpec",
     "longdraft_eagle3": "longdraft `full`, EAGLE-3",
-    "longdraft_sync": "longdraft `full`, LongSpec, no overlap",
+    "longdraft_eager": "longdraft `full`, LongSpec, without graphs and overlap",
+}
+MODES = {
+    "eagle3": "SGLang, EAGLE-3",
+    "longdraft_exact": "longdraft `exact`, LongSpec, views of 4,096",
+    "longdraft_partial": "longdraft `partial`, LongSpec, views of 4,096",
 }
 STEADY = ("longdraft_exact",)  # requests that draw their own accept lengths: what the full batch does
 DRAFTS = {"longspec": "LongSpec", "eagle3": "EAGLE-3"}
@@ -54,7 +55,7 @@ def read(name: str) -> dict[str, Any]:
     return record
 
 
-def speed_table(name: str = "modes_speed_h200", systems: dict[str, str] = SYSTEMS) -> str:
+def speed_table(name: str = "full_mode_speed_h200", systems: dict[str, str] = SYSTEMS) -> str:
     """Step time and tokens a second beside SGLang's EAGLE-3 in one run."""
     figures = read(name)["figures"]
     head = "| H200, Llama-8B shape, FA3, chain of 5, forced acceptance 4.0 | " + " | ".join(
@@ -149,6 +150,22 @@ def reads_table() -> str:
     return both_lengths("what the draft reads, chains of 4", READS, 2)
 
 
+def served_table() -> str:
+    """τ of a shipped draft on both sides, of one record."""
+    record = read("served_drafts_tau_h200")
+    figures, rows = record["figures"], record["rows"]
+    lines = [
+        "| served, greedy, chains of 4 | answers, looping ones left out | server: τ | reference decoder: τ |",
+        "|---|---|---|---|",
+    ]
+    for draft, length in sorted({(row["draft"], row["length"]) for row in rows}):
+        key = f"{draft}_{length}"
+        looping = sum(row["looping"] for row in rows if (row["draft"], row["length"]) == (draft, length))
+        cells = f"{figures[f'{key}_answers']}, {looping} | {figures[f'{key}_tau_served']:.3f} | {figures[f'{key}_tau_reference']:.3f}"
+        lines.append(f"| {DRAFTS[draft]}, {length:,} tokens | {cells} |")
+    return "\n".join(lines)
+
+
 def both_lengths(head: str, entries: Sequence[tuple[str, str, str]], digits: int) -> str:
     """τ at 2K and at 7.9K, a draft a row; entries as in ``ABLATIONS``."""
     lines = [f"| {head} | τ at 2K | τ at 7.9K |", "|---|---|---|"]
@@ -161,12 +178,13 @@ def both_lengths(head: str, entries: Sequence[tuple[str, str, str]], digits: int
 
 TABLES: dict[str, Callable[[], str]] = {
     "speed": speed_table,
-    "speed_earlier": lambda: speed_table("full_mode_speed_h200", EARLIER),
+    "speed_modes": lambda: speed_table("modes_speed_h200", MODES),
     "identity": identity_table,
     "tau": tau_table,
     "training": training_table,
     "ablation": ablation_table,
     "reads": reads_table,
+    "served": served_table,
 }
 
 

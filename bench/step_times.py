@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.bench.record import make_record, write_record
+from longdraft.errors import UserError
 from longdraft.serve.step_clock import PHASES
 
 PARTS = (*PHASES, "host gaps")
 SKIPPED = 3  # first steps of a batch size, in which things are built
+HATCHES = ("", "//", "", "..", "xx", "", "\\\\")  # for readers without colours
+LABEL = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8}
+FEWEST = 5  # steps beside these without which a batch size says nothing: one that was passed through
 
 
 def breakdown(lines: Sequence[dict[str, Any]]) -> dict[int, dict[str, float]]:
@@ -39,7 +43,7 @@ def breakdown(lines: Sequence[dict[str, Any]]) -> dict[int, dict[str, float]]:
             if any(name in s for s in steps)
         }
         for batch, steps in sorted(by_batch.items())
-        if len(steps) > SKIPPED
+        if len(steps) >= SKIPPED + FEWEST
     }
 
 
@@ -73,20 +77,26 @@ def table(columns: dict[str, dict[str, float]]) -> str:
 
 
 def picture(columns: dict[str, dict[str, float]], path: Path) -> None:
-    """Stacked bars, one a case."""
+    """Stacked bars, one a case, from left to right; what a part takes stands in it where there is room."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(1.6 * len(columns) + 3, 4), layout="constrained")
-    below = [0.0] * len(columns)
-    for part in seen(columns):
-        heights = [column.get(part, 0.0) for column in columns.values()]
-        axis.bar(list(columns), heights, bottom=below, label=part)
-        below = [b + h for b, h in zip(below, heights, strict=True)]
-    axis.set_ylabel("ms a scheduler step")
-    axis.legend()
+    figure, axis = pyplot.subplots(figsize=(11, 0.42 * len(columns) + 1.2), layout="constrained")
+    before, longest = [0.0] * len(columns), max(column["step"] for column in columns.values())
+    names = [name.replace("\n", ", ") for name in columns]
+    for number, part in enumerate(seen(columns)):
+        widths = [column.get(part, 0.0) for column in columns.values()]
+        bars = axis.barh(
+            names, widths, left=before, label=part, edgecolor="white", hatch=HATCHES[number % len(HATCHES)]
+        )
+        texts = [f"{width:.1f}" if width > 0.035 * longest else "" for width in widths]
+        axis.bar_label(bars, texts, label_type="center", fontsize=8, color="black", bbox=LABEL)
+        before = [b + w for b, w in zip(before, widths, strict=True)]
+    axis.invert_yaxis()
+    axis.set_xlabel("ms a scheduler step (medians)")
+    axis.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -102,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     columns: dict[str, dict[str, float]] = {}
     for name, _, path in (word.partition("=") for word in args.files):
         columns |= {f"{name}\nbatch {b}": parts for b, parts in breakdown(read_lines(Path(path))).items()}
+    if not columns:
+        raise UserError(f"no file has {SKIPPED + FEWEST} steps of one batch size: let the server run longer")
     print(table({name.replace("\n", ", "): parts for name, parts in columns.items()}))
     picture(columns, args.out)
     if args.record is not None:

@@ -99,7 +99,10 @@ def test_full_verifications_among_partial_ones_are_no_gaps() -> None:
         return {"batch": batch, "wall_ms": ms / 2, "gap_ms": ms / 2}
 
     lines = (
-        [line(10.0)] * 6 + [line(30.0)] * 2 + [line(900.0), line(10.0, 1), {"batch": 2, "wall_ms": 1, "gap_ms": None}]
+        [line(900.0), line(40.0)]
+        + [line(10.0)] * 6
+        + [line(30.0)] * 2
+        + [line(10.0, 1), {"batch": 2, "wall_ms": 1, "gap_ms": None}]
     )
     found = steady(lines, 2, 4.0)
     assert found["steady_ms_step"] == pytest.approx((60 + 60) / 8)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from longdraft.bench.step_times import breakdown, main, read_lines, table
+from longdraft.errors import UserError
 from longdraft.serve.step_clock import OFF, make_clock
 
 
@@ -56,7 +57,7 @@ def test_the_breakdown_takes_the_devices_times_and_leaves_the_rest_to_the_gaps()
 
 def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = tmp_path / "after"
-    steps.write_text("\n".join(json.dumps(line(1, 1.0)) for _ in range(6)) + '\n{"batch"')
+    steps.write_text("\n".join(json.dumps(line(1, 1.0)) for _ in range(9)) + '\n{"batch"')
     assert (
         main(
             [
@@ -76,3 +77,10 @@ def test_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (tmp_path / "a" / "b.png").stat().st_size > 1000
     assert json.loads((tmp_path / "r.json").read_text())["figures"]["after_batch_1_step"] == 10.0
     assert table({}).startswith("| ms a step |")
+
+
+def test_too_few_steps_say_so(tmp_path: Path) -> None:
+    steps = tmp_path / "few"
+    steps.write_text(json.dumps(line(1, 1.0)))
+    with pytest.raises(UserError, match="8 steps"):
+        main([f"few={steps}", "--out", str(tmp_path / "b.png")])
