@@ -1,6 +1,8 @@
 """What every drafter offers to the worker.
 
-Legend: T tokens, B requests, V vocabulary, A features of the observed target layers (their number times the hidden size).
+Legend: T tokens, B requests, V vocabulary, A features of the observed target layers (their number times the hidden size);
+of a lookahead N query rows (the steps of a chain, of one request behind the other), S cache slots, H query heads, K key/value
+heads, D head size, R rows and W columns of a page table.
 """
 
 from abc import ABC, abstractmethod
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 
+from longdraft.draft_models.sparse_recipe import LayerHeads
 from longdraft.kernels.tree import Tree
 from longdraft.serve.cache_format import Scales
 from longdraft.serve.drafters.running import Running
@@ -50,6 +53,29 @@ class Computed:
     slot_T: torch.Tensor
     before_T: torch.Tensor
     aux_TA: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Lookahead:
+    """What the chains that were drafted last looked for in one layer, for scoring a whole context with it.
+
+    Attributes:
+        q_NHD: rotated queries of all steps, those of the first request first; the number of rows is a multiple of the batch's.
+        k_SKD: rotated keys that they look among, in cache slots.
+        scale: factor of the scores.
+        heads: query heads that count; None for all.
+        kv_scale: what keys are to be multiplied by, of a float8 cache.
+        first: leading tokens of every context that have no key: 1 where a token's key stands for it and the one before it.
+        table_RW: page table of these slots, with the rows of SGLang's; None: a token's key lies in the target's own slot for it.
+    """
+
+    q_NHD: torch.Tensor
+    k_SKD: torch.Tensor
+    scale: float
+    heads: tuple[int, ...] | None = None
+    kv_scale: float = 1.0
+    first: int = 0
+    table_RW: torch.Tensor | None = None
 
 
 class Drafter(ABC):
@@ -108,6 +134,30 @@ class Drafter(ABC):
             pick: as in :meth:`propose`.
         """
         raise NotImplementedError(f"{type(self).__name__} reads tokens on the host")
+
+    def look_ahead(self, wanted: Sequence[LayerHeads] | None) -> int:
+        """Keep the queries of chains from now on, for :meth:`lookahead`; called once, before the target's pool is made.
+
+        Buffers have fixed addresses, since drafting may run in CUDA graphs, and are taken now.
+
+        Args:
+            wanted: layers and heads of a calibration; None takes what the drafter has.
+
+        Returns:
+            How many layers :meth:`lookahead` will give: 0 for a drafter without attention over the context.
+
+        Raises:
+            UserError: a layer or a head that it has not.
+        """
+        return 0
+
+    def lookahead(self, running: Running) -> list[Lookahead]:
+        """How the chains of the latest :meth:`propose_running` looked at their contexts; views, which the next chains overwrite.
+
+        Args:
+            running: the batch that was drafted for.
+        """
+        return []
 
     def propose_trees_running(
         self, running: Running, limit_B: torch.Tensor, params: RowParams, shape: TreeShape

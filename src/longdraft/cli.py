@@ -1,4 +1,4 @@
-"""longdraft train | capture | features | generate | counts | induction | serve | models | drafts | bench | dashboard | demo
+"""longdraft train | capture | features | generate | counts | induction | calibrate | serve | models | drafts | bench | dashboard | demo
 
 The one command line. Each command is imported when it is called, so that ``longdraft --help`` answers at once.
 """
@@ -64,6 +64,11 @@ def induction(argv: Argv) -> int:
     return _call("longdraft.train.induction", argv)
 
 
+def calibrate(argv: Argv) -> int:
+    """find whose attention chooses sparse sets: --target.path T --draft D --documents TEXT.jsonl --out recipe.json"""
+    return _call("longdraft.train.calibrate", argv)
+
+
 def serve(argv: Argv) -> int:
     """serve a model in SGLang with a draft: --model-path TARGET [--draft FOLDER] [SGLang's own arguments ...]"""
     return _call("longdraft.serve.launch", argv)
@@ -116,7 +121,21 @@ def dashboard(argv: Argv) -> int:
 
 COMMANDS: dict[str, Callable[[Argv], int]] = {
     f.__name__: f
-    for f in (train, capture, features, generate, counts, induction, serve, models, drafts, bench, dashboard, demo)
+    for f in (
+        train,
+        capture,
+        features,
+        generate,
+        counts,
+        induction,
+        calibrate,
+        serve,
+        models,
+        drafts,
+        bench,
+        dashboard,
+        demo,
+    )
 }
 
 

@@ -13,8 +13,10 @@ from transformers import AutoConfig
 from longdraft.draft_models.checkpoint import load_draft
 from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.sparse_recipe import SparseRecipe
 from longdraft.draft_models.target import TargetSpec
 from longdraft.models import SHIPPED, shipped_draft
+from longdraft.train.target import weights_fingerprint
 
 MODEL = "smollm2-135m"
 ROOT = Path(__file__).resolve().parents[2] / "recipes"
@@ -126,3 +128,15 @@ def test_the_page_says_how_to_make_them_again() -> None:
     ):
         assert word in text
     assert all(f"{kind}.log.jsonl" in text for kind in SHIPPED[MODEL])
+
+
+@pytest.mark.parametrize("kind", SHIPPED[MODEL])
+def test_a_sparse_recipe_is_of_the_shipped_pair(kind: str, target: TargetSpec) -> None:
+    """Of these weights and no older ones: a draft that is shipped anew is calibrated anew."""
+    recipe = SparseRecipe.load(ROOT / MODEL / f"sparse_{kind}_smoke.json")
+    facts = recipe.provenance
+    assert facts["models"]["target"]["shapes"] == target.hash
+    assert facts["settings"]["draft.weights"] == weights_fingerprint(str(shipped_draft(MODEL, kind)))
+    assert recipe.target.layer < target.num_layers and max(recipe.target.heads) < target.num_heads
+    assert {each.layer for each in recipe.draft} <= set(facts["models"]["draft"]["layers"]) and recipe.draft
+    assert facts["answers"]["how"] == "own" and facts["answers"]["counted"] >= 10

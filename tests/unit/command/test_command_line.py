@@ -11,6 +11,7 @@ from longdraft import __version__, cli
 from longdraft.options import leaf_fields, option_parser
 from longdraft.schema import Settings
 from longdraft.serve.launch import ServeOptions
+from longdraft.train.calibration.settings import CalibrateSettings
 from longdraft.train.config import TrainSettings
 from longdraft.train.generation.settings import GenerateSettings
 
@@ -73,7 +74,7 @@ def test_train_help_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> N
     assert "--optim.lr" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("schema", [TrainSettings, GenerateSettings, ServeOptions])
+@pytest.mark.parametrize("schema", [TrainSettings, GenerateSettings, CalibrateSettings, ServeOptions])
 def test_every_option_says_what_it_is(schema: type[Settings], capsys: pytest.CaptureFixture[str]) -> None:
     assert not [name for name, field in leaf_fields(schema) if not field.description]
     option_parser(schema, "x").print_help()
