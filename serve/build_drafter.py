@@ -9,6 +9,7 @@ from longdraft.draft_models.checkpoint import load_draft, read_config, training_
 from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.target import TargetSpec
 from longdraft.draft_models.token_counts import TokenCounts
+from longdraft.serve.draft_lm_checks import is_causal_lm
 from longdraft.serve.drafters.base import Drafter
 from longdraft.serve.drafters.eagle3 import Eagle3Drafter
 from longdraft.serve.drafters.longspec import LongSpecDrafter
@@ -35,6 +36,8 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any, weight
         return NothingDrafter()
     if folder is None:
         return LookupDrafter(settings.lookup_min_match)
+    if is_causal_lm(folder):
+        return _standalone(server_args, settings, runner)
     target = TargetSpec.from_config(runner.model_config.hf_text_config)
     draft = load_draft(folder, target, dtype=runner.dtype, device=weights.embedding_VE.device)
     if isinstance(draft, Eagle3Draft):
@@ -55,9 +58,7 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any, weight
             trained,
         )
     attention = draft_attention(settings)
-    context, ahead = settings.draft_context, 0
-    if settings.viewed:  # it reads the view, and drafts behind what may be refused
-        context, ahead = max(context, settings.view_width(steps + 1)), settings.pending
+    context, ahead = reach(settings, steps)
     rows, reads = server_args.max_running_requests + 1, (context, settings.draft_sinks)
     if isinstance(draft, Eagle3Draft):
         return Eagle3Drafter(draft, rows, steps, *reads, attention)
@@ -72,6 +73,25 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any, weight
             100 * counts.coverage(ids),
         )
     return LongSpecDrafter(draft, rows, steps, *reads, attention, ahead)
+
+
+def reach(settings: ServeSettings, steps: int) -> tuple[int, int]:
+    """Cached tokens that a draft reads at most, and how many may be drafted behind the last certain one, beside the chain."""
+    if not settings.viewed:
+        return settings.draft_context, 0
+    return max(settings.draft_context, settings.view_width(steps + 1)), settings.pending  # it reads the view
+
+
+def _standalone(server_args: Any, settings: ServeSettings, runner: Any) -> Drafter:
+    """A causal language model as the draft."""
+    from longdraft.serve.draft_lm import DraftLM
+    from longdraft.serve.drafters.standalone import StandaloneDrafter
+
+    steps = server_args.speculative_num_steps
+    context, ahead = reach(settings, steps)
+    model = DraftLM(server_args, runner, settings.attention)
+    rows = server_args.max_running_requests + 1
+    return StandaloneDrafter(model, runner.model_config.vocab_size, rows, steps, context, settings.draft_sinks, ahead)
 
 
 def draft_attention(settings: ServeSettings) -> str | None:

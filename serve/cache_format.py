@@ -23,13 +23,16 @@ def attention_layers(model: Any) -> Iterator[tuple[str, Any]]:
     return ((n, layer) for n, layer in model.named_modules() if type(layer).__name__ == "RadixAttention")
 
 
-def cache_scales(model: Any, cache_dtype: torch.dtype, backends: Sequence[str]) -> Mapping[int, Scales]:
+def cache_scales(
+    model: Any, cache_dtype: torch.dtype, backends: Sequence[str], whose: str = "target"
+) -> Mapping[int, Scales]:
     """What each layer's cached keys and values are to be multiplied by; a layer that is not there is not scaled.
 
     Args:
         model: SGLang's, weights loaded.
         cache_dtype: of its cache pool.
         backends: names of SGLang's attention backends for prefill and decoding.
+        whose: model, for messages.
 
     Raises:
         UserError: scales that SGLang's backend would apply to a cache that was never divided by them.
@@ -43,7 +46,7 @@ def cache_scales(model: Any, cache_dtype: torch.dtype, backends: Sequence[str]) 
             found[layer.layer_id] = scales
         elif blind := next((b for b in backends if b in BLIND), None):
             raise UserError(
-                f"the target's attention layer {name} has scales of a float8 cache {scales}, which --attention-backend {blind} applies "
+                f"the {whose}'s attention layer {name} has scales of a float8 cache {scales}, which --attention-backend {blind} applies "
                 f"to a cache of {cache_dtype} too: use --kv-cache-dtype fp8_e4m3, or --attention-backend fa3"
             )
     return {} if all(b in CPU_BACKENDS for b in backends) else found

@@ -14,6 +14,7 @@ from longdraft.draft_models.target import TargetSpec
 from longdraft.draft_models.token_counts import TokenCounts
 from longdraft.errors import UserError
 from longdraft.serve.cache_format import CPU_BACKENDS
+from longdraft.serve.draft_lm_checks import check_draft_folder, check_draft_lm, is_causal_lm
 from longdraft.serve.settings import ServeSettings, read_environment
 from longdraft.serve.shape_costs import CostTable
 from longdraft.serve.target_layers import check_architecture
@@ -168,7 +169,7 @@ def _check_views(server_args: Any, settings: ServeSettings) -> None:
 def _check_models(server_args: Any, settings: ServeSettings) -> None:
     folder = server_args.speculative_draft_model_path
     if folder is not None:
-        config = read_config(folder)  # before SGLang parses the same file with a worse message
+        check_draft_folder(folder)  # before SGLang parses the same file with a worse message
     model = server_args.get_model_config()
     check_architecture(model)
     text = model.hf_text_config
@@ -186,8 +187,11 @@ def _check_models(server_args: Any, settings: ServeSettings) -> None:
         if settings.draft_head_tokens is not None:
             raise UserError("draft_head_tokens is for LongSpec drafts: give one with --draft, or leave it out")
         return
+    if is_causal_lm(folder):
+        check_draft_lm(server_args, settings, folder)
+        return
     target = TargetSpec.from_config(text)
-    own = check_draft(folder, config, target).config
+    own = check_draft(folder, read_config(folder), target).config
     _check_head(own, target, settings)
     for each in candidates(settings.tree, steps):
         _check_tree(own, target, settings, each)

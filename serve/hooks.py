@@ -14,11 +14,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils import get_num_new_pages
 from torch.nn.functional import scaled_dot_product_attention
 
-from longdraft.draft_models.checkpoint import read_config
 from longdraft.kernels.few_rows_linear import few_rows_linear
 from longdraft.kernels.prefix_attention import gather_slots
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.checks import exit_on_user_error
+from longdraft.serve.draft_lm_checks import check_draft_folder
 from longdraft.serve.request_checks import check_logprob_start, check_sampling_params
 from longdraft.serve.spec_inputs import VerifyInput
 
@@ -40,7 +40,7 @@ def early_arguments(self: Any, *args: Any, **kwargs: Any) -> None:
     if self.speculative_eagle_topk is None:
         self.speculative_eagle_topk = 1
     if self.speculative_draft_model_path is not None:
-        exit_on_user_error(lambda: read_config(self.speculative_draft_model_path))
+        exit_on_user_error(lambda: check_draft_folder(self.speculative_draft_model_path))
 
 
 def no_copy_kernels(self: Any) -> None:

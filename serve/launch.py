@@ -31,7 +31,11 @@ class ServeOptions(ServeSettings):
     ``sglang serve`` is taken as it is.
     """
 
-    draft: str | None = Field(None, description="draft folder; without one the lookup drafter serves")
+    draft: str | None = Field(
+        None,
+        description="draft folder: a LongSpec or EAGLE-3 draft, or a causal language model with the target's tokenizer; without one "
+        "the lookup drafter serves",
+    )
     steps: int = Field(4, ge=1, description="drafted tokens a verification")
 
 

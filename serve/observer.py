@@ -4,6 +4,7 @@ Legend: B requests, T tokens of a forward, A features of the observed layers.
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Observer:
-    """Between the target's forwards and the drafter; does nothing for a drafter that observes nothing.
+    """Between the target's forwards and the drafter; only prefills mean anything to a drafter that observes nothing.
 
     A drafter that fails to observe costs the tokens' requests the quality of their drafts, nothing else.
     """
@@ -49,6 +50,7 @@ class Observer:
 
     def prefilled(self, batch: ScheduleBatch, output: Any) -> None:
         """A prefill, or a chunk of one, is done; tokens from the prefix cache are not among its rows."""
+        self._guarded(batch.out_cache_loc.long(), lambda: self.drafter.prefilled(batch))
         aux_TA = self.take(output)
         if aux_TA is None:
             return
@@ -88,9 +90,13 @@ class Observer:
 
     def tell(self, computed: Computed) -> None:
         """Show the drafter tokens of a prefill or a verification."""
+        self._guarded(computed.slot_T, lambda: self.drafter.observe(computed))
+
+    def _guarded(self, slot_T: torch.Tensor, show: Callable[[], None]) -> None:
         try:
-            self.drafter.observe(computed)
+            show()
         except Exception:
-            count = len(computed.slot_T)
-            logger.exception("longdraft: the drafter could not follow %d tokens, drafts behind them are worse", count)
-            self.drafter.unobserved(computed.slot_T)
+            logger.exception(
+                "longdraft: the drafter could not follow %d tokens, drafts behind them are worse", len(slot_T)
+            )
+            self.drafter.unobserved(slot_T)

@@ -99,7 +99,7 @@ class ServeSettings(Settings):
     draft_context: int = Field(
         4096,
         ge=64,
-        description="cached tokens that the draft reads at most: sinks and the most recent (EAGLE-3: the draft's own window where it has one)",
+        description="cached tokens that the draft reads at most: sinks and the most recent (EAGLE-3: the draft's own window where it has one; a language model: in a chain)",
     )
     draft_sinks: int = Field(32, ge=0, description="leading tokens among them")
     draft_head_tokens: int | None = Field(

@@ -5,9 +5,18 @@ from typing import Any
 from longdraft.errors import UserError
 from longdraft.serve.cache_format import attention_layers
 
+REMEDIES = {
+    "target": "serve it without --speculative-algorithm LONGDRAFT",
+    "draft": "give another draft",
+}
 
-def check_architecture(model_config: Any) -> None:
+
+def check_architecture(model_config: Any, whose: str = "target") -> None:
     """Refuse by SGLang's model config what its attention layers would only show once the weights are loaded.
+
+    Args:
+        model_config: of the target, or of a draft that SGLang runs.
+        whose: which of the two.
 
     Raises:
         UserError: compressed keys, sliding windows, an encoder, or several modalities.
@@ -21,13 +30,17 @@ def check_architecture(model_config: Any) -> None:
     for kind, present in kinds.items():
         if present:
             raise UserError(
-                f"the target {model_config.hf_config.architectures[0]} has {kind}, LONGDRAFT verifies dense decoders of text: "
-                "serve it without --speculative-algorithm LONGDRAFT"
+                f"the {whose} {model_config.hf_config.architectures[0]} has {kind}, LONGDRAFT verifies dense decoders of text: "
+                f"{REMEDIES[whose]}"
             )
 
 
-def check_layers(model: Any) -> None:
+def check_layers(model: Any, whose: str = "target") -> None:
     """Refuse attention layers that differ from plain grouped-query attention over a whole cache.
+
+    Args:
+        model: SGLang's: the target, or a draft that SGLang runs.
+        whose: which of the two.
 
     Raises:
         UserError: the first such layer, with what it has.
@@ -43,6 +56,6 @@ def check_layers(model: Any) -> None:
         for what, present in has.items():
             if present:
                 raise UserError(
-                    f"the target's attention layer {name} has {what}, which LONGDRAFT's verification does not compute: "
-                    "serve it without --speculative-algorithm LONGDRAFT"
+                    f"the {whose}'s attention layer {name} has {what}, which LONGDRAFT's attention does not compute: "
+                    f"{REMEDIES[whose]}"
                 )

@@ -71,7 +71,13 @@ class LongDraftWorker(BaseSpecWorker):
         """What the drafter keeps beside the cache, in layers of the cache: so SGLang leaves room for it."""
         config = self.runner.model_config
         layer = 2 * config.get_num_kv_heads(1) * config.head_dim * self.runner.kv_cache_dtype.itemsize
-        self.runner.eagle_draft_num_layers = -(-self.drafter.bytes_per_slot // layer)
+        self.runner.eagle_draft_num_layers = layers = -(-self.drafter.bytes_per_slot // layer)
+        if layers:
+            logger.info(
+                "longdraft: the draft keeps %d bytes beside every cached token, room for %d layers of the target's cache is left",
+                self.drafter.bytes_per_slot,
+                layers,
+            )
 
     @property
     def target_worker(self) -> Any:
@@ -81,6 +87,11 @@ class LongDraftWorker(BaseSpecWorker):
     def draft_worker(self) -> Any:
         # SGLang reads the draft's cache pool at start even where there is none.
         return SimpleNamespace(draft_runner=SimpleNamespace(token_to_kv_pool=None, model_config=None))
+
+    def alloc_memory_pool(
+        self, memory_pool_config: Any = None, req_to_token_pool: Any = None, token_to_kv_pool_allocator: Any = None
+    ) -> None:
+        self.drafter.take_pools(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
 
     def init_attention_backends(self) -> None:
         runner = self.runner
@@ -152,10 +163,11 @@ class LongDraftWorker(BaseSpecWorker):
         return result
 
     def prepare_for_kv_cache_release(self, req: Any) -> None:
+        exact, count = self.step.exact_of(req), self.drafter.handed_back(req.rid, req.kv_committed_len)
         self.drafter.forget(req.rid)
-        exact = self.step.exact_of(req)
         if exact is not None:  # what a view computed is approximate: no other request may find it
-            req.kv_committed_len = max(req.cache_protected_len, min(req.kv_committed_len, exact))
+            count = min(count, exact)
+        req.kv_committed_len = max(req.cache_protected_len, min(req.kv_committed_len, count))
         if gave_up(
             req
         ):  # its newest token's keys and values may never have been written: no other request may find them

@@ -198,14 +198,30 @@ class Drafter(ABC):
             shapes: of the trees that will be asked for; none means chains.
         """
 
+    def take_pools(self, memory: Any, rows: Any, allocator: Any) -> None:  # noqa: B027
+        """SGLang has sized its pools: a cache of the drafter's own in the same slots is made now; called once, first of all.
+
+        Args:
+            memory: SGLang's sizes of the target's pools.
+            rows: the page table's pool.
+            allocator: of slots.
+        """
+
     def bind_pool(self, pool: Any, scales: Mapping[int, Scales]) -> None:  # noqa: B027
         """The target's cache pool exists now, with the scales of its layers; called once."""
 
     def bind_target(self, weights: TargetWeights) -> None:  # noqa: B027
         """The target's embedding and head may be other tensors now."""
 
+    def prefilled(self, batch: Any) -> None:  # noqa: B027
+        """The target has computed a prefill, or a chunk of one, of SGLang's batch."""
+
+    def handed_back(self, rid: str, count: int) -> int:
+        """Of an ended request's ``count`` cached tokens, how many another request may find: those that the drafter has whole."""
+        return count
+
     def observe(self, computed: Computed) -> None:  # noqa: B027
         """The target computed these tokens: all of a prefill's, or a verification's, drafts included, kept or not."""
 
     def unobserved(self, slot_T: torch.Tensor) -> None:  # noqa: B027
-        """These slots hold new tokens that :meth:`observe` failed on."""
+        """These slots hold new tokens that :meth:`observe` or :meth:`prefilled` failed on."""

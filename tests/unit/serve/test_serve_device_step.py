@@ -226,11 +226,13 @@ def test_a_verification_that_fails_is_repeated_one_by_one(behind: bool, tree: st
     assert bad.finished_reason.to_json()["type"] == "abort"
     forgotten: list[str] = []
     step = SimpleNamespace(exact_of=lambda req: None)
-    worker: Any = SimpleNamespace(drafter=SimpleNamespace(forget=forgotten.append), step=step)
+    drafter = SimpleNamespace(forget=forgotten.append, handed_back=lambda rid, count: count)
+    worker: Any = SimpleNamespace(drafter=drafter, step=step)
     for req in reqs:
+        req.kv_committed_len, req.cache_protected_len = 7, 1
         assert not hasattr(req, "skip_radix_cache_insert"), "a chunk of a prefill is kept without it"
         LongDraftWorker.prepare_for_kv_cache_release(worker, req)
-    assert forgotten == ["a", "bad"]
+    assert forgotten == ["a", "bad"] and [req.kv_committed_len for req in reqs] == [7, 7]
     skipped = [getattr(req, "skip_radix_cache_insert", False) for req in reqs]
     assert skipped == [False, True], "keys that were never written are not shared with later requests"
 

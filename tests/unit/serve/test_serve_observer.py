@@ -130,3 +130,39 @@ def test_sglang_is_told_to_leave_room_beside_its_cache(per_slot: int, layers: in
     runner = SimpleNamespace(model_config=config, kv_cache_dtype=torch.bfloat16)
     LongDraftWorker._reserve(SimpleNamespace(runner=runner, drafter=SimpleNamespace(bytes_per_slot=per_slot)))  # type: ignore[arg-type]
     assert runner.eagle_draft_num_layers == layers
+
+
+@pytest.mark.parametrize(
+    ("exact", "whole", "protected", "handed_back"),
+    [(None, 40, 0, 40), (None, 39, 0, 39), (25, 39, 0, 25), (30, 0, 12, 12), (None, 50, 0, 40)],
+)
+def test_an_ended_request_hands_back_what_is_exact_and_what_the_draft_has(
+    exact: int | None, whole: int, protected: int, handed_back: int
+) -> None:
+    """Never less than what the prefix cache protects already."""
+    asked = []
+
+    def whole_of(rid: str, count: int) -> int:
+        asked.append((rid, count))
+        return min(count, whole)
+
+    drafter = SimpleNamespace(handed_back=whole_of, forget=asked.append)
+    worker: Any = SimpleNamespace(drafter=drafter, step=SimpleNamespace(exact_of=lambda req: exact))
+    req = SimpleNamespace(
+        rid="r", kv_committed_len=40, cache_protected_len=protected, to_finish=None, finished_reason=None
+    )
+    LongDraftWorker.prepare_for_kv_cache_release(worker, req)
+    assert req.kv_committed_len == handed_back
+    assert asked == [("r", 40), "r"], "it is asked before it forgets"
+
+
+def test_a_drafter_that_fails_on_a_prefill_is_told_which_slots() -> None:
+    class Second(Watching):
+        observed_layers = None
+
+        def prefilled(self, batch: Any) -> None:
+            raise RuntimeError("planted")
+
+    drafter = Second()
+    Observer(drafter).prefilled(prefill_of([2, 0], [0, 2], [3, 2]), output(5))
+    assert drafter.missed == [20, 21, 22, 7, 6] and not drafter.seen
