@@ -14,6 +14,7 @@ import pytest
 from server_process import SPECULATIVE, STRICT, ServerProcess
 from tiny import tiny_model
 from tiny_draft import train_tiny_draft, train_tiny_eagle3
+from tiny_lm import shaken_lm
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +57,12 @@ def deep_longspec(deep_target: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="session")
 def deep_eagle3(deep_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_tiny_eagle3(deep_target, tmp_path_factory.mktemp("deep-eagle3") / "draft")
+
+
+@pytest.fixture(scope="session")
+def deep_lm(deep_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model that is nearly the target."""
+    return shaken_lm(deep_target, tmp_path_factory.mktemp("deep-lm") / "draft")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Pages of 16 slots change no token, whatever shares, ends or loses them, for chains, trees and both kinds of drafts (float32; S3).
+"""Pages of 16 slots change no token, whatever shares, ends or loses them, for chains, trees and all kinds of drafts (float32; S3).
 
 Over a float8 cache the tokens are those of plain decoding over one.
 """
@@ -16,7 +16,7 @@ from tiny_draft import known_prompts
 KNOWN = [p.tolist() for p in known_prompts()]
 NEW = {"max_new_tokens": 48, "ignore_eos": True}
 PAGE, SLOTS = 16, 1600
-DRAFTS = {"longspec-chain": [], "eagle3-tree": ["--tree", "eagle2:4,4,16"]}
+DRAFTS = {"longspec-chain": [], "eagle3-tree": ["--tree", "eagle2:4,4,16"], "lm-chain": []}
 
 
 def drafting(target: Path, draft: Path, folder: Path, arguments: list[str], slots: int = 20000) -> ServerProcess:

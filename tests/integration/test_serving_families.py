@@ -1,4 +1,4 @@
-"""Every family of targets serves the tokens of transformers' greedy decoding, with drafts of both kinds (float32; V1)."""
+"""Every family of targets serves the tokens of transformers' greedy decoding, with drafts of all kinds (float32; V1)."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +8,7 @@ import pytest
 from server_process import CPU_ARGUMENTS, STRICT, ServerProcess, counters, tokens
 from tiny import tiny_model, tiny_moe
 from tiny_draft import known_prompts, train_tiny_draft, train_tiny_eagle3
+from tiny_lm import shaken_lm
 from transformers import AutoModelForCausalLM
 
 from longdraft.draft_models.reference_decode import greedy_decode
@@ -16,6 +17,7 @@ KNOWN = [p.tolist() for p in known_prompts()]
 SERVED: dict[str, tuple[str, Any, list[str]]] = {
     "qwen2-longspec": ("qwen2", train_tiny_draft, []),
     "qwen3-longspec": ("qwen3", train_tiny_draft, ["--tree", "4,8,4"]),
+    "qwen3-lm": ("qwen3", shaken_lm, []),
     "qwen3_moe-eagle3": ("qwen3_moe", train_tiny_eagle3, ["--tree", "eagle2:4,4,16", "--page-size", "16"]),
 }
 
