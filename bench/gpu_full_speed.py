@@ -1,7 +1,8 @@
 """python -m longdraft.bench.gpu_full_speed --systems eagle3,eagle3-window,longdraft --out record.json
 
 Time of a scheduler step in modes ``full``, ``exact`` and ``partial`` on one GPU: a Llama-8B shape with random weights and forced acceptance, beside SGLang's
-EAGLE-3 on FlashAttention-3 (without and with a draft window) and plain decoding. Forced acceptance proves time only.
+EAGLE-3 on FlashAttention-3 (without and with a draft window) and plain decoding. Forced acceptance proves time only. ``longdraft-lm`` drafts
+with a language model of Llama-3.2-1B's shape, ``longdraft-lm-whole`` with the same one over all of its cache.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from longdraft.draft_models.token_counts import TokenCounts
 from longdraft.serve.settings import VIEWED
 
 STEPS = 5
+LM_STEPS = 4
 ACCEPT = 4.0
 WINDOW = 4096
 CASES = {"b1_c32k": (1, 32_000), "b16_c32k": (16, 32_000), "b1_c125k": (1, 125_000)}
@@ -62,19 +64,26 @@ LLAMA_8B: dict[str, Any] = {
     "bos_token_id": 256,
     "eos_token_id": 257,
 }
+LLAMA_1B = LLAMA_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
 
 
 def write_models(folder: Path) -> dict[str, Path]:
-    """Folders of the target and SGLang's EAGLE-3 draft (both for ``--load-format dummy``), of our drafts with random weights, and the
-    file of token counts that says which rows of the head a LongSpec draft reads.
+    """Folders of the target, SGLang's EAGLE-3 draft and the language model that drafts (all for ``--load-format dummy``), of our drafts
+    with random weights, and the file of token counts that says which rows of the head a LongSpec draft reads.
     """
     from transformers import LlamaConfig
 
     from longdraft.train.tiny_random import byte_tokenizer
 
-    target, eagle = folder / "target", folder / "eagle3"
+    target, eagle, lm = folder / "target", folder / "eagle3", folder / "longdraft-lm"
     changes = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": HEAD}
-    for path, config in ((target, LLAMA_8B), (eagle, LLAMA_8B | changes)):
+    for path, config in ((target, LLAMA_8B), (eagle, LLAMA_8B | changes), (lm, LLAMA_1B)):
         path.mkdir(parents=True, exist_ok=True)
         byte_tokenizer().save_pretrained(path)
         (path / "config.json").write_text(json.dumps(config, indent=1))
@@ -86,6 +95,7 @@ def write_models(folder: Path) -> dict[str, Path]:
     counts = TokenCounts(torch.ones(spec.vocab_size, dtype=torch.int64), torch.arange(spec.vocab_size))
     counts.save(folder / "counts.safetensors", {})
     found = {"target": target, "eagle3": eagle, "counts": folder / "counts.safetensors"}
+    found |= {"longdraft-lm": lm, "longdraft-lm-whole": lm}
     for name, draft in (("longdraft", longspec), ("longdraft-eagle3", own_eagle)):
         found[name] = folder / name
         save_draft(draft, found[name], "llama-8b-shape")
@@ -109,15 +119,9 @@ def launch_command(
     command += ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--context-length", str(context)]
     command += ["--mem-fraction-static", "0.85", "--skip-server-warmup", "--chunked-prefill-size", "16384"]
     command += ["--max-running-requests", "16", "--cuda-graph-max-bs-decode", "16", "--attention-backend", "fa3"]
-    steps = ["--speculative-num-steps", str(STEPS)]
     if system.startswith("eagle3"):
-        command += [
-            "--speculative-algorithm",
-            "EAGLE3",
-            "--speculative-draft-model-path",
-            str(models["eagle3"]),
-            *steps,
-        ]
+        command += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(models["eagle3"])]
+        command += ["--speculative-num-steps", str(STEPS)]
         command += ["--speculative-draft-load-format", "dummy", "--speculative-eagle-topk", "1"]
         command += ["--speculative-num-draft-tokens", str(STEPS + 1)]
         if system == "eagle3-window":
@@ -127,18 +131,14 @@ def launch_command(
         name = system.removesuffix("-eager").removesuffix("-sync")
         mode = next((m for m in VIEWED if name.endswith(f"-{m}")), None)
         draft = name if mode is None else name.removesuffix(f"-{mode}")
-        command += [
-            "--speculative-algorithm",
-            "LONGDRAFT",
-            "--speculative-draft-model-path",
-            str(models[draft]),
-            *steps,
-        ]
+        command += ["--speculative-algorithm", "LONGDRAFT", "--speculative-draft-model-path", str(models[draft])]
+        command += ["--speculative-num-steps", str(LM_STEPS if draft.startswith("longdraft-lm") else STEPS)]
         if system.endswith(("-sync", "-eager")):
             command += ["--disable-overlap-schedule"]
         if system.endswith("-eager"):
             command += ["--disable-cuda-graph"]
         own = {"draft_head_tokens": HEAD, "draft_head_counts": str(models["counts"])} if draft == "longdraft" else {}
+        own |= {"draft_context": context} if draft == "longdraft-lm-whole" else {}
         views = {} if mode is None else {"mode": mode, "view_tokens": VIEW, "simulate_confirmed_share": CONFIRMED}
         settings = json.dumps(own | views | ({} if times is None else {"step_times": str(times)}))
         forced = {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT))}
@@ -215,6 +215,7 @@ def record(path: Path, figures: dict[str, float], checks: dict[str, bool]) -> No
     settings = {
         "shape": "Llama-8B, random weights, bf16",
         "steps": STEPS,
+        "steps_of_the_language_model": LM_STEPS,
         "accept_length": ACCEPT,
         "new_tokens": NEW_TOKENS,
         "eagle3_window": WINDOW,

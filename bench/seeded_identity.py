@@ -21,6 +21,7 @@ from longdraft.bench.server import Server
 from longdraft.bench.tree_speed import Run, command, environment, read_prompts, word
 from longdraft.draft_models.checkpoint import read_config
 from longdraft.errors import UserError
+from longdraft.serve.draft_lm_checks import is_causal_lm
 
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 CHAIN = "chain5"
@@ -101,7 +102,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, default=Path("seeded_identity_logs"))
     parser.add_argument("--record", type=Path, required=True)
     args = parser.parse_args(argv)
-    args.shapes = args.shapes or [CHAIN, TREES[read_config(args.draft)["longdraft"]["draft"]]]
+    if not args.shapes:
+        own = [] if is_causal_lm(args.draft) else [TREES[read_config(args.draft)["longdraft"]["draft"]]]
+        args.shapes = [CHAIN, *own]
     args.dtype, args.batches = "float32", [args.batch]  # as the servers' command line reads them
     return args
 

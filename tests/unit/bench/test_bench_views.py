@@ -126,6 +126,22 @@ def test_systems_of_ours_say_their_mode(tmp_path: Path) -> None:
     }
 
 
+def test_a_language_model_drafts_shorter_chains(tmp_path: Path) -> None:
+    names = ("target", "longdraft", "longdraft-lm", "longdraft-lm-whole", "counts")
+    models = {name: tmp_path / name.removesuffix("-whole") for name in names}
+    seen = {}
+    for system in ("longdraft", "longdraft-lm", "longdraft-lm-whole-exact"):
+        words, environment = launch_command(system, models, 1000)
+        given = json.loads(environment["LONGDRAFT_SETTINGS"])
+        folder, steps = (words[words.index(f"--speculative-{name}") + 1] for name in ("draft-model-path", "num-steps"))
+        seen[system] = Path(folder).name, int(steps), given.get("draft_context"), "draft_head_tokens" in given
+    assert seen == {
+        "longdraft": ("longdraft", 5, None, True),
+        "longdraft-lm": ("longdraft-lm", 4, None, False),
+        "longdraft-lm-whole-exact": ("longdraft-lm", 4, 1000, False),
+    }
+
+
 def test_agreement_counts_tokens_of_all_answers() -> None:
     counters = {
         "gained_on_view": 20,
