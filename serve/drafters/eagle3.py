@@ -14,6 +14,7 @@ of rejected drafts lie in slots that are written again before anything reads the
 Legend: B requests, T tokens, S cache slots, H query heads, K key/value heads, D head size, E hidden size, W page-list width.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,19 +22,23 @@ import torch
 
 from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.eagle3_chain import propose_eagle3_chain
+from longdraft.draft_models.sparse_recipe import LayerHeads
 from longdraft.draft_models.tree_steps import Eagle3TreeStep
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import prefix_attention
 from longdraft.kernels.tree import Tree
 from longdraft.serve.cache_format import Scales
-from longdraft.serve.drafters.base import Computed, Drafter, DraftRequest, Pick
+from longdraft.serve.drafters.base import Computed, Drafter, DraftRequest, Lookahead, Pick
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
+from longdraft.serve.drafters.looked import LookedFor, heads_that_look, wanted_heads
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.drafters.trees import Eagle3Rows, TreeLoop
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.target_weights import TargetWeights
 from longdraft.serve.tree_shape import TreeShape
+
+logger = logging.getLogger(__name__)
 
 
 class Eagle3Drafter(Drafter):
@@ -59,6 +64,8 @@ class Eagle3Drafter(Drafter):
         self.bytes_per_slot = per_slot * draft.dtype.itemsize
         self.bytes_per_step = sum(p.nbytes for p in draft.parameters())
         self.host_lens: list[int] | None = None
+        self.looked: LookedFor | None = None
+        self.heads: tuple[int, ...] = ()  # that look ahead
         self.bound = False
 
     def bind_pool(self, pool: Any, scales: Mapping[int, Scales]) -> None:
@@ -122,6 +129,30 @@ class Eagle3Drafter(Drafter):
         self.runner.run(count, variant)
         return self.inputs.drafted_BK[:count].clone()
 
+    def look_ahead(self, wanted: Sequence[LayerHeads] | None) -> int:
+        """Its one layer, number 0. A draft with a window has learned to look at nothing else, and has no lookahead."""
+        config, weight = self.draft.config, self.draft.midlayer.self_attn.q_proj.weight
+        if config.settings.window is not None and wanted is None:
+            logger.warning(
+                "longdraft: the EAGLE-3 draft reads a window of %d tokens, so it looks ahead at nothing outside: the target's "
+                "history alone chooses what is read",
+                config.settings.window,
+            )
+        found = wanted_heads(wanted, *heads_that_look(config))
+        if found:
+            self.heads = found[0][1]
+            self.looked = LookedFor(
+                self.max_requests, self.steps, config.num_heads, config.head_dim, self.draft.dtype, weight.device
+            )
+        return len(found)
+
+    def lookahead(self, running: Running) -> list[Lookahead]:
+        """Its own queries over its own rows; the key in a token's slot stands for that token and the one before it."""
+        if self.looked is None:
+            return []
+        q_NHD = self.looked.queries(len(running.row_B))
+        return [Lookahead(q_NHD, self.k_SKD, self.draft.config.head_dim**-0.5, self.heads, first=1)]
+
     def propose_trees_running(
         self, running: Running, limit_B: torch.Tensor, params: RowParams, shape: TreeShape
     ) -> Tree:
@@ -168,6 +199,8 @@ class Eagle3Drafter(Drafter):
         pages_BW = given.pages_BW[:size].clone()  # the inputs stay what they are: a graph's work is run more than once
 
         def attend(step: int, q_BHD: torch.Tensor, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> torch.Tensor:
+            if self.looked is not None:
+                self.looked.keep(step, q_BHD)
             self.k_SKD[scratch_BK[:, step]], self.v_SKD[scratch_BK[:, step]] = k_BKD, v_BKD
             last_B = given.lens_B[:size].long() + step  # where the row would go if the list had no end
             at_B = torch.where(last_B < most, last_B, self.sinks + (last_B - most) % self.window)

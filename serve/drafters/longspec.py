@@ -11,6 +11,7 @@ import torch
 from longdraft.draft_models.chain import propose_chain
 from longdraft.draft_models.fused_step import FusedStep
 from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.sparse_recipe import LayerHeads
 from longdraft.draft_models.tree_steps import LongSpecTreeStep
 from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.plan import AttentionPlan
@@ -18,9 +19,10 @@ from longdraft.kernels.row_ops import best_id
 from longdraft.kernels.transfer import to_device
 from longdraft.kernels.tree import Tree
 from longdraft.serve.cache_format import UNSCALED, Scales
-from longdraft.serve.drafters.base import Drafter, DraftRequest, Pick
+from longdraft.serve.drafters.base import Drafter, DraftRequest, Lookahead, Pick
 from longdraft.serve.drafters.cross_attention import Cache, newest_rows, read_layers
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
+from longdraft.serve.drafters.looked import LookedFor, heads_that_look, wanted_heads
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.drafters.trees import TreeLoop, longspec_step
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
@@ -72,6 +74,8 @@ class LongSpecDrafter(Drafter):
         self.inputs = LoopInputs(max_requests, context, steps, self.state.k.device, idle_row=max_requests)
         self.bytes_per_step = sum(p.nbytes for p in draft.parameters()) + draft.drafting_head_NE.nbytes
         self.plan: AttentionPlan | None = None
+        self.looked: LookedFor | None = None
+        self.looking: list[tuple[int, tuple[int, ...]]] = []  # layers and heads that look ahead
         self.layers: list[Cache] = []  # those that the draft reads
         self.rows: dict[str, int] = {}
         self.held: dict[str, int] = {}  # tokens that a request's ring holds
@@ -145,6 +149,25 @@ class LongSpecDrafter(Drafter):
         self.runner.run(count, variant)
         return self.inputs.drafted_BK[:count].clone()
 
+    def look_ahead(self, wanted: Sequence[LayerHeads] | None) -> int:
+        config, weight = self.draft.config, self.draft.self_attn.q_proj.weight
+        self.looking = wanted_heads(wanted, *heads_that_look(config))
+        given = self.max_requests, self.steps, config.cross_heads, config.target.head_dim
+        self.looked = LookedFor(*given, weight.dtype, weight.device) if self.looking else None
+        return len(self.looking)
+
+    def lookahead(self, running: Running) -> list[Lookahead]:
+        """Cross-attention's queries over the target's own cache."""
+        if self.looked is None:
+            return []
+        found, order = [], self.draft.config.cross_layers
+        each = self.draft.config.cross_heads // len(order)
+        for layer, heads in self.looking:
+            at, cache = order.index(layer), self.layers[order.index(layer)]
+            q_NHD = self.looked.queries(len(running.row_B), slice(at * each, (at + 1) * each))
+            found.append(Lookahead(q_NHD, cache.k_SKD, q_NHD.shape[-1] ** -0.5, heads, cache.scales[0]))
+        return found
+
     def _rows_running(self, running: Running) -> torch.Tensor:
         """Ring of each request, the idle one for a request that has none."""
         for rid in running.rids:
@@ -185,7 +208,11 @@ class LongSpecDrafter(Drafter):
             given.pages_BW[:size], given.lens_B[:size], given.cu_B1[: size + 1], list(range(size + 1))
         )
 
+        steps = iter(range(self.steps))
+
         def cross_attend(q_BHD: torch.Tensor) -> torch.Tensor:
+            if self.looked is not None:
+                self.looked.keep(next(steps), q_BHD)
             return read_layers(q_BHD, self.layers, plan, self.attention)
 
         row_B, root_B, position_B = given.ids_3B[:, :size]
