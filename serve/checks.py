@@ -15,6 +15,7 @@ from longdraft.draft_models.token_counts import TokenCounts
 from longdraft.errors import UserError
 from longdraft.serve.cache_format import CPU_BACKENDS
 from longdraft.serve.draft_lm_checks import check_draft_folder, check_draft_lm, is_causal_lm
+from longdraft.serve.drafters.looked import heads_that_look, wanted_heads
 from longdraft.serve.settings import ServeSettings, read_environment
 from longdraft.serve.shape_costs import CostTable
 from longdraft.serve.target_layers import check_architecture
@@ -183,6 +184,7 @@ def _check_models(server_args: Any, settings: ServeSettings) -> None:
                 f"--context-length {model.context_len} passes what the target's YaRN covers ({covered:.0f} positions with {steps + 1} "
                 f"draft tokens): use at most {int(covered) - steps - 1}"
             )
+    _check_history(settings, text)
     if folder is None:
         if settings.draft_head_tokens is not None:
             raise UserError("draft_head_tokens is for LongSpec drafts: give one with --draft, or leave it out")
@@ -193,6 +195,9 @@ def _check_models(server_args: Any, settings: ServeSettings) -> None:
     target = TargetSpec.from_config(text)
     own = check_draft(folder, read_config(folder), target).config
     _check_head(own, target, settings)
+    recipe = settings.recipe() if settings.sets else None
+    if recipe is not None:
+        wanted_heads(recipe.draft, *heads_that_look(own))
     for each in candidates(settings.tree, steps):
         _check_tree(own, target, settings, each)
     if isinstance(own, Eagle3Config):
@@ -202,6 +207,23 @@ def _check_models(server_args: Any, settings: ServeSettings) -> None:
             check_reach(own, model.context_len, beyond)
         except UserError as error:
             raise UserError(f"draft folder {folder}: {error} (--context-length {model.context_len})") from None
+
+
+def _check_history(settings: ServeSettings, text: Any) -> None:
+    """A recipe's layer and heads of the target, whose attention chooses sets of tokens."""
+    recipe = settings.recipe() if settings.sets else None
+    if recipe is None:
+        return
+    layers, heads, own = text.num_hidden_layers, text.num_attention_heads, recipe.target
+    if own.layer >= layers:
+        raise UserError(
+            f"sparse_recipe={settings.sparse_recipe!r}: the target has {layers} layers, not layer {own.layer}: calibrate with this target"
+        )
+    if max(own.heads) >= heads:
+        raise UserError(
+            f"sparse_recipe={settings.sparse_recipe!r}: the target has {heads} query heads a layer, not head {max(own.heads)}: "
+            "calibrate with this target"
+        )
 
 
 def _check_tree(own: AnyConfig, target: TargetSpec, settings: ServeSettings, shape: TreeShape) -> None:

@@ -111,15 +111,19 @@ class DecodeStep:
             runs = self._keep(batch, drafts, seen)
             return self._result(batch, runs, seen)
 
-    def _graph_width(self, requests: int, rows: int, view: bool = False) -> int | None:
-        """Rows a request of the graphs that verify so many, over views or whole caches; None: without graphs."""
-        return None if self.graphs is None else self.graphs.select(requests, rows, view)
+    def _graph_width(self, requests: int, rows: int, columns: int | None = None) -> int | None:
+        """Rows a request of the graphs that verify so many, over views of so many cached tokens or (None) whole caches; None: without
+        graphs.
+        """
+        return None if self.graphs is None else self.graphs.select(requests, rows, columns)
 
     def mode_of(self, req: Any) -> str:
         """The request's mode, read once; its counters are attached with it."""
         counters = stats.attached(req)
         if counters is None:
-            counters = stats.attach(req, request_settings(own_params(req)).mode or self.settings.mode)
+            own = request_settings(own_params(req))
+            counters = stats.attach(req, own.mode or self.settings.mode)
+            counters.own = own
         return counters.mode
 
     def _propose(self, batch: ScheduleBatch) -> list[list[int]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from longdraft.draft_models.checkpoint import CONFIG, read_config
 from longdraft.errors import UserError, shown
+from longdraft.serve.drafters.looked import wanted_heads
 from longdraft.serve.settings import ServeSettings
 from longdraft.serve.target_layers import check_architecture
 from longdraft.serve.tree_shape import CHAIN
@@ -47,7 +48,8 @@ def check_draft_lm(server_args: Any, settings: ServeSettings, folder: str) -> No
 
     Raises:
         UserError: trees, a ranked head, fewer positions than the server's context, an architecture that SGLang runs as something
-            else or that LONGDRAFT's attention does not compute, or another tokenizer than the target's.
+            else or that LONGDRAFT's attention does not compute, layers and heads of a recipe that it has not, or another tokenizer
+            than the target's.
     """
     if settings.tree != CHAIN:
         raise UserError(f"tree={settings.tree!r}: a language model as the draft drafts chains: leave the tree out")
@@ -55,7 +57,10 @@ def check_draft_lm(server_args: Any, settings: ServeSettings, folder: str) -> No
         raise UserError(
             "draft_head_tokens is for LongSpec drafts, a language model has a head of its own: leave it out"
         )
-    _check_model(server_args, folder)
+    text = _check_model(server_args, folder)
+    if (recipe := settings.recipe() if settings.sets else None) is not None:
+        have = dict.fromkeys(range(text.num_hidden_layers), text.num_attention_heads)
+        wanted_heads(recipe.draft, "the draft model", have)
     target, draft = (
         token_names(server_args, path, whose)
         for path, whose in ((server_args.tokenizer_path, "the target's"), (folder, f"draft folder {folder}: its"))
@@ -63,12 +68,14 @@ def check_draft_lm(server_args: Any, settings: ServeSettings, folder: str) -> No
     check_vocabulary(target, draft, folder)
 
 
-def _check_model(server_args: Any, folder: str) -> None:
+def _check_model(server_args: Any, folder: str) -> Any:
+    """The draft's text config."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length, get_hf_text_config
 
     config = get_config(folder, trust_remote_code=server_args.trust_remote_code)
-    named, reach = config.architectures[0], get_context_length(get_hf_text_config(config))
+    text = get_hf_text_config(config)
+    named, reach = config.architectures[0], get_context_length(text)
     context = server_args.get_model_config().context_len
     if reach < context:
         raise UserError(
@@ -79,6 +86,7 @@ def _check_model(server_args: Any, folder: str) -> None:
     if (run := model.hf_config.architectures[0]) != named:
         raise UserError(f"draft folder {folder}: SGLang runs a {named} draft as {run}: give another draft")
     check_architecture(model, "draft")
+    return text
 
 
 def token_names(server_args: Any, path: str, whose: str) -> dict[int, str]:

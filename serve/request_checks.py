@@ -6,7 +6,16 @@ from numbers import Integral, Real
 from typing import Any
 
 from longdraft.errors import UserError
-from longdraft.serve.settings import VIEWED, read_environment, request_settings
+from longdraft.serve.settings import (
+    LONGEST_REFRESH,
+    LOSSY,
+    REQUEST_KEY,
+    VIEWED,
+    RequestSettings,
+    ServeSettings,
+    read_environment,
+    request_settings,
+)
 
 INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "sampling_seed")
 
@@ -21,12 +30,8 @@ def check_sampling_params(params: Any, vocab: int) -> None:
     Raises:
         UserError: ``custom_params``, an integer, a stop token or a logit bias that is none, with its name.
     """
-    mode = request_settings(params.custom_params).mode
-    if mode in VIEWED and not read_environment().viewed:
-        raise UserError(
-            f"custom_params.longdraft.mode={mode!r} needs a server that keeps views: start it with --mode exact or --mode partial, or "
-            "ask for full"
-        )
+    if (own := request_settings(params.custom_params)) != RequestSettings():
+        check_own(own, read_environment())
     for name in INTEGERS:
         value = getattr(params, name)
         if value is not None and not _is_integer(value):
@@ -46,6 +51,37 @@ def check_sampling_params(params: Any, vocab: int) -> None:
     for token, value in bias.items():
         if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
             raise UserError(f"logit_bias[{token}] must be a number, got {type(value).__name__} {value!r}")
+
+
+def check_own(own: RequestSettings, server: ServeSettings) -> None:
+    """Check what a request asks of us against what the server has.
+
+    Raises:
+        UserError: a mode that the server does not serve, or a number that the mode has no use for or no room for.
+    """
+    mode, where = own.mode or server.mode, f"custom_params.{REQUEST_KEY}"
+    if mode in VIEWED and not server.viewed:
+        raise UserError(
+            f"{where}.mode={mode!r} needs a server that keeps views: start it with --mode exact or --mode partial, or ask for full"
+        )
+    if mode == "sparse" and not server.sparse:
+        raise UserError(
+            f"{where}.mode='sparse' gives approximate output, which this server does not: start it with --allow-lossy, or ask for exact"
+        )
+    if own.budget is not None and mode != "sparse":
+        raise UserError(f"{where}.budget={own.budget} is for mode sparse, this request's is {mode!r}: leave it out")
+    if own.budget is not None and own.budget > server.sparse_tokens:
+        raise UserError(
+            f"{where}.budget={own.budget} is more than the server's --sparse-tokens {server.sparse_tokens}: write that or less"
+        )
+    if own.refresh is not None and mode not in LOSSY:
+        raise UserError(
+            f"{where}.refresh={own.refresh} is for modes {' and '.join(sorted(LOSSY))}, this request's is {mode!r}: leave it out"
+        )
+    if own.refresh is not None and mode == "sparse" and own.refresh > LONGEST_REFRESH:
+        raise UserError(
+            f"{where}.refresh={own.refresh}: mode sparse computes up to {LONGEST_REFRESH} tokens anew, write that or less"
+        )
 
 
 def check_logprob_start(start: Any) -> None:

@@ -27,6 +27,7 @@ class Roster:
         hosted: whether one of them needs its text on the host.
         end_B: tokens that each may have, prompt in.
         drafts_B: whether it drafts.
+        sparse_B: whether its mode is ``sparse``.
         stop_BS: tokens that end it, filled up with -1.
         params: how it chooses.
     """
@@ -37,6 +38,7 @@ class Roster:
     hosted: bool
     end_B: torch.Tensor
     drafts_B: torch.Tensor
+    sparse_B: torch.Tensor
     stop_BS: torch.Tensor
     params: RowParams
 
@@ -57,6 +59,7 @@ class Roster:
                 [len(r.origin_input_ids) + int(r.sampling_params.max_new_tokens) for r in reqs], torch.int64, device
             ),
             to_device([mode != "off" for mode in modes], torch.bool, device),
+            to_device([mode == "sparse" for mode in modes], torch.bool, device),
             to_device([s + [NO_TOKEN] * (most - len(s)) for s in stops], torch.int64, device).view(len(reqs), most),
             RowParams.build(reqs, [1] * len(reqs), device),
         )

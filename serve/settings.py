@@ -2,21 +2,26 @@
 
 import json
 import os
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from longdraft.draft_models.sparse_recipe import PROTECTED, SparseRecipe
 from longdraft.errors import UserError, shown
 from longdraft.schema import Settings, nearest, validate
 from longdraft.serve.tree_shape import AUTO, CHAIN, HELP, parse_tree
 from longdraft.serve.views.budget import Budget
 from longdraft.serve.views.selectors import make_selector
+from longdraft.serve.views.token_set import SparseBudget
 
 ENVIRONMENT = "LONGDRAFT_SETTINGS"
 REQUEST_KEY = "longdraft"
 
-Mode = Literal["off", "full", "exact", "partial"]
-VIEWED: frozenset[str] = frozenset({"exact", "partial"})  # modes that verify on a view of the cache
+Mode = Literal["off", "full", "exact", "partial", "sparse"]
+VIEWED: frozenset[str] = frozenset({"exact", "partial", "sparse"})  # modes that verify on a view of the cache
+LOSSY: frozenset[str] = frozenset({"partial", "sparse"})  # those that return what a view verified
+LONGEST_REFRESH = 1024  # tokens that mode sparse can compute anew at once: so many ids are kept
 
 
 class ServeSettings(Settings):
@@ -26,12 +31,12 @@ class ServeSettings(Settings):
         "full",
         description="default mode of a request: off proposes nothing; full verifies every token on the whole cache; exact verifies "
         "on a view of it and returns what a full verification confirmed (identical output); partial returns what the view "
-        "verified (approximate output)",
+        "verified (approximate output); sparse returns what a few tokens of it verified, chosen anew every round (approximate output)",
     )
     view_selector: str = Field(
         "mass",
         description="modes exact and partial: what chooses the blocks of a view: mass, quest, specpv, snapkv, streaming "
-        "(worst, for tests)",
+        "(worst, for tests); or dustin, which chooses single tokens behind every draft, as mode sparse does",
     )
     view_lists: Literal["shared", "layers"] = Field(
         "shared",
@@ -49,6 +54,23 @@ class ServeSettings(Settings):
     )
     view_reduction: Literal["mean", "max", "last"] = Field(
         "mean", description="how the query rows that choose a view are put together (selectors with bounds)"
+    )
+    allow_lossy: bool = Field(
+        False, description="let the server and its requests take mode sparse, whose output is approximate"
+    )
+    sparse_tokens: int = Field(
+        512,
+        ge=32,
+        description="mode sparse: cached tokens of a set, 4 leading and 16 recent ones in; a request may ask for fewer",
+    )
+    sparse_lookahead: int | None = Field(
+        None,
+        ge=0,
+        description="mode sparse: tokens among them that the draft's lookahead chooses, the target's history the others; None: "
+        "as the recipe says, or half",
+    )
+    sparse_recipe: str | None = Field(
+        None, description="mode sparse: file of `longdraft calibrate` that says whose attention chooses"
     )
     pending: int = Field(
         20,
@@ -76,25 +98,26 @@ class ServeSettings(Settings):
     refresh_every: int | None = Field(
         None,
         ge=1,
-        description="mode partial: tokens from one full verification to the next at most; None: as many as may be pending",
+        description="modes partial and sparse: tokens from one full verification to the next at most; None: as many as may be "
+        "pending, in mode sparse no full verification",
     )
     refresh_margin: float | None = Field(
         None,
         gt=0,
         allow_inf_nan=False,
-        description="mode partial: verify fully after a token whose logit was less than this ahead of the next best",
+        description="modes partial and sparse: verify fully after a token whose logit was less than this ahead of the next best",
     )
     refresh_missed_mass: float | None = Field(
         None,
         gt=0,
         lt=1,
-        description="mode partial: verify fully after a round whose newest token puts more than this share of its attention outside its "
-        "view, such as 0.1 (every round then reads the keys of two layers whole; a share that even a new view misses makes every "
+        description="modes partial and sparse: verify fully after a round whose newest token puts more than this share of its "
+        "attention outside its view, such as 0.1 (every round then reads the keys of two layers whole; a share that even a new view misses makes every "
         "other round a full one)",
     )
     self_draft: bool = Field(
         False,
-        description="the target drafts for itself on the view, one token a partial round: needs no draft, and mode exact",
+        description="the target drafts for itself on the view, one token a partial round: needs no draft, and mode exact or sparse",
     )
     draft_context: int = Field(
         4096,
@@ -182,8 +205,30 @@ class ServeSettings(Settings):
                 raise ValueError(
                     f"tree={shown(self.tree)} with mode={self.mode!r}, which drafts chains: leave the tree out"
                 )
-        if self.self_draft and self.mode != "exact":
-            raise ValueError(f"self_draft with mode={self.mode!r}: set mode to exact, or leave self_draft out")
+        if self.self_draft and self.mode not in ("exact", "sparse"):
+            raise ValueError(
+                f"self_draft with mode={self.mode!r}: set mode to exact or sparse, or leave self_draft out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sparse_fits(self) -> "ServeSettings":
+        if self.mode == "sparse" and not self.allow_lossy:
+            raise ValueError("mode='sparse' gives approximate output: set allow_lossy too, or take mode exact")
+        most = self.sparse_tokens - PROTECTED
+        if self.sparse_lookahead is not None and self.sparse_lookahead > most:
+            raise ValueError(
+                f"sparse_lookahead={self.sparse_lookahead} with sparse_tokens={self.sparse_tokens}, of which {PROTECTED} are sinks and "
+                f"recent ones: write {most} or less"
+            )
+        if self.mode == "sparse" and self.refresh_every is not None and self.refresh_every > LONGEST_REFRESH:
+            raise ValueError(
+                f"refresh_every={self.refresh_every}: mode sparse computes up to {LONGEST_REFRESH} tokens anew, write that or less"
+            )
+        if self.view_selector == "dustin" and self.view_lists == "layers":
+            raise ValueError(
+                "view_lists='layers' with view_selector='dustin', which has one set for all layers: take shared"
+            )
         return self
 
     def budget(self) -> Budget:
@@ -194,13 +239,46 @@ class ServeSettings(Settings):
         """
         return Budget(self.view_tokens, self.view_sinks, self.view_recent, mass=self.view_mass)
 
+    def recipe(self) -> SparseRecipe | None:
+        """What a calibration has found, if there is one.
+
+        Raises:
+            UserError: a file that is none.
+        """
+        return None if self.sparse_recipe is None else SparseRecipe.load(self.sparse_recipe)
+
+    def set_budget(self) -> SparseBudget:
+        """What a sparse set may hold: divided as :attr:`sparse_lookahead`, the recipe or, without either, halves say.
+
+        Raises:
+            UserError: a recipe that is none.
+        """
+        whole = SparseBudget(self.sparse_tokens, lookahead=0)
+        assert whole.sinks + whole.window == PROTECTED
+        if self.sparse_lookahead is not None:
+            return replace(whole, lookahead=self.sparse_lookahead)
+        recipe = self.recipe()
+        share = 0.5 if recipe is None else recipe.lookahead / (recipe.budget - PROTECTED)
+        return replace(whole, lookahead=round(share * whole.most_lookahead))
+
     def view_width(self, chain: int) -> int:
         """Cached tokens at most that a partial verification reads: a view, and what is gained until the next one is chosen.
 
         Args:
             chain: tokens at most that a round gains.
         """
-        return self.view_tokens + (self.view_every + 1) * (self.pending + chain)
+        widest = max(self.view_tokens, self.sparse_tokens) if self.sparse else self.view_tokens
+        return widest + (self.view_every + 1) * (self.pending + chain)
+
+    @property
+    def sets(self) -> bool:
+        """Whether some requests have sets of tokens chosen for them in every round."""
+        return self.sparse or (self.viewed and make_selector(self.view_selector).by_round)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether requests may be verified on sparse sets."""
+        return self.viewed and self.allow_lossy
 
     @property
     def viewed(self) -> bool:
@@ -247,7 +325,16 @@ class RequestSettings(Settings):
 
     mode: Mode | None = Field(
         None,
-        description="off or full; beside a server whose own mode is one of them also exact or partial; None takes the server's",
+        description="off or full; beside a server whose own mode is one of them also exact, partial or, where it allows lossy modes, "
+        "sparse; None takes the server's",
+    )
+    budget: int | None = Field(
+        None, ge=32, description="mode sparse: cached tokens of a set, at most the server's; None takes the server's"
+    )
+    refresh: int | None = Field(
+        None,
+        ge=1,
+        description="modes partial and sparse: tokens from one full verification to the next at most; None takes the server's",
     )
 
 
@@ -281,12 +368,12 @@ def request_settings(custom_params: Any) -> RequestSettings:
         UserError: ``custom_params`` or its ``longdraft`` entry has the wrong type, an unknown key or an unknown value.
     """
     if custom_params is None:
-        return RequestSettings(mode=None)
+        return RequestSettings()
     if not isinstance(custom_params, dict):
         raise UserError(f"custom_params must be an object, got {type(custom_params).__name__} {custom_params!r}")
     entry = custom_params.get(REQUEST_KEY)
     if entry is None:
-        return RequestSettings(mode=None)
+        return RequestSettings()
     if not isinstance(entry, dict):
         raise UserError(f"custom_params.{REQUEST_KEY} must be an object, got {type(entry).__name__} {entry!r}")
     for key in entry:

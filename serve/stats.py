@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longdraft.draft_models.acceptance import AcceptStats
-from longdraft.serve.settings import VIEWED
+from longdraft.serve.settings import VIEWED, RequestSettings
 from longdraft.serve.views.cycle_plan import Ledger
 
 KEY = "longdraft"
@@ -13,9 +13,9 @@ KEY = "longdraft"
 
 @dataclass
 class CycleStats:
-    """Of modes ``exact`` and ``partial``: partial and full verifications, tokens gained on a view before a full verification
+    """Of modes with views: partial and full verifications, tokens gained on a view before a full verification
     and how many it confirmed, full verifications that refused one, and how often a request fell back to its whole cache
-    because few were confirmed.
+    because few were confirmed; tokens returned that a view alone verified, and how often pending ones were computed anew.
     """
 
     partial: int = 0
@@ -24,6 +24,8 @@ class CycleStats:
     confirmed: int = 0
     refused: int = 0
     fallbacks: int = 0
+    approximate: int = 0
+    refreshes: int = 0
 
     def add(self, rounds: int, full: bool, proposed: int, confirmed: int, fell: bool) -> None:
         """One cycle: its partial rounds, and whether its last verification was a full one."""
@@ -34,6 +36,11 @@ class CycleStats:
         self.refused += confirmed < proposed
         self.fallbacks += fell
 
+    def lossy(self, approximate: int, refreshed: bool) -> None:
+        """Of a lossy mode's cycle: tokens that a view alone verified, and whether pending ones were computed anew."""
+        self.approximate += approximate
+        self.refreshes += refreshed
+
     def summary(self) -> dict[str, Any]:
         """What the response's ``meta_info`` carries."""
         return {
@@ -43,6 +50,8 @@ class CycleStats:
             "confirmed": self.confirmed,
             "cycles_refused": self.refused,
             "view_fallbacks": self.fallbacks,
+            "verified_on_view": self.approximate,
+            "refreshes": self.refreshes,
         }
 
 
@@ -60,6 +69,7 @@ class RequestStats:
     cycles: CycleStats = field(default_factory=CycleStats)
     ledger: Ledger | None = None
     verified_since_choice: int = 0
+    own: RequestSettings = field(default_factory=RequestSettings)
 
     def summary(self) -> dict[str, Any]:
         """What the response's ``meta_info`` carries."""

@@ -19,7 +19,7 @@ class TargetGraphs:
             first: its set.
         """
         self.runner = runner
-        self.sets: dict[tuple[int, bool], Any] = {(first.num_tokens_per_bs, False): first}
+        self.sets: dict[tuple[int, int | None], Any] = {(first.num_tokens_per_bs, None): first}
 
     def add(self, width: int, columns: int | None = None, lists: int = 1) -> None:
         """Capture a set for ``width`` new tokens a request, at SGLang's own batch sizes.
@@ -30,25 +30,25 @@ class TargetGraphs:
                 work by how long a page list may be. None: a set for whole caches.
             lists: of each request.
         """
-        key = width, columns is not None
+        key = width, columns
         if key not in self.sets:
             backend = self.runner.attn_backend.sibling(columns, lists)
             self.sets[key] = DecodeCudaGraphRunner(
                 self.runner, attn_backend=backend, speculative_num_draft_tokens=width
             )
 
-    def select(self, requests: int, rows: int, view: bool = False) -> int | None:
+    def select(self, requests: int, rows: int, columns: int | None = None) -> int | None:
         """Have the next verification replay the narrowest set that holds ``rows`` new tokens of each request.
 
         Args:
             requests, rows: of the verification.
-            view: whether it reads views.
+            columns: of :meth:`add`.
 
         Returns:
             Its new tokens a request, to which rows must be padded; None where no graph holds the batch.
         """
-        width = min((w for w, of_views in self.sets if w >= rows and of_views == view), default=None)
-        if width is None or requests > self.sets[width, view].max_bs:
+        width = min((w for w, read in self.sets if w >= rows and read == columns), default=None)
+        if width is None or requests > self.sets[width, columns].max_bs:
             return None
-        self.runner.decode_cuda_graph_runner = self.sets[width, view]
+        self.runner.decode_cuda_graph_runner = self.sets[width, columns]
         return width

@@ -1,10 +1,12 @@
-"""Steps of modes ``exact`` and ``partial``: rounds on a view of the cache, and a full verification behind them.
+"""Steps of modes ``exact``, ``partial`` and ``sparse``: rounds on a view of the cache, and a full verification behind them.
 
 ``exact``: a few partial rounds draft for one full verification, which returns what it confirms. Its tokens are the target's own
 choices behind the exact cache, so the output is that of plain decoding whatever the view is. ``partial`` (SpecPV, section 3):
 every partial round returns what the view verified; a full verification now and then computes the pending tokens' keys and values
 anew, in place, and chooses the view anew. Both are one thing here: a last verification that starts at a request's first pending
-token. Nothing waits for the device; the host plans by what rounds usually gain (:mod:`longdraft.serve.views.cycle_plan`).
+token. ``sparse`` (Dustin): every round verifies on a set of tokens that was chosen behind its drafting, and returns that; pending
+tokens stay as they are, unless a refresh is asked for. Nothing waits for the device; the host plans by what rounds usually gain
+(:mod:`longdraft.serve.views.cycle_plan`).
 
 Legend: B requests, K drafted tokens, T tokens of a verification, N tokens of a run, V vocabulary.
 """
@@ -19,23 +21,20 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from longdraft.draft_models.acceptance import accepted_drafts
 from longdraft.kernels.transfer import to_device
 from longdraft.serve import stats
-from longdraft.serve.device_step import DeviceStep, Drafts, Gained
-from longdraft.serve.device_verify import View, verify_running
+from longdraft.serve.device_step import Drafts
+from longdraft.serve.device_verify import verify_running
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.roster import Roster
-from longdraft.serve.settings import VIEWED
-from longdraft.serve.simulate import forced_confirmations, simulated, simulated_acceptance
+from longdraft.serve.settings import LOSSY, VIEWED
+from longdraft.serve.sparse_rounds import SparseRounds
 from longdraft.serve.step_clock import Renamed
 from longdraft.serve.tokens import Tokens
-from longdraft.serve.verify import Verified
+from longdraft.serve.view_verify import ViewVerify
 from longdraft.serve.views.chooser import ViewChooser
 from longdraft.serve.views.cycle import Last, Ready, Returned
-from longdraft.serve.views.cycle_plan import CyclePlan, CyclePlanner, Ledger
-from longdraft.serve.views.missed_mass import MissedMass
-from longdraft.serve.views.view_state import ViewState
+from longdraft.serve.views.cycle_plan import REPAIRED, CyclePlan, CyclePlanner, Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -44,19 +43,17 @@ Verification = Callable[[ScheduleBatch, Roster, Running, CyclePlan], tuple[torch
 UNUSED = 8  # times as rarely a view is chosen that no partial round reads
 
 
-class ViewStep(DeviceStep):
+class ViewStep(ViewVerify):
     """As :class:`DeviceStep`, with views; requests that need their text on the host are verified fully, one round a step."""
 
-    views: ViewState
     planner: CyclePlanner
     chooser: ViewChooser
-    missed: MissedMass | None = None  # where what a view misses asks for a refresh
-    view_width = 0  # cached tokens at most that a partial verification reads of a request with a view
+    sparse: SparseRounds | None = None  # where requests may have sets of tokens
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.chain = self.stride - self.settings.pending  # new tokens of a request in a partial round
         self.ended: tuple[float, list[Any]] | None = None  # when the latest cycle was processed, and whose it was
+        self.drafted = False  # whether the latest drafts are the drafter's
 
     def prefilled(self, batch: ScheduleBatch) -> None:
         super().prefilled(batch)
@@ -64,9 +61,11 @@ class ViewStep(DeviceStep):
         self.views.prefilled(row_B, length_B)
         lengths = batch.seq_lens_cpu.tolist()
         for req, length in zip(batch.reqs, lengths, strict=True):
-            stats.attach(req, self.mode_of(req)).ledger = Ledger(length, length)
+            stats.attach(req, self.mode_of(req)).ledger = self._new_ledger(req, length, length)
         if not any(self.mode_of(r) in VIEWED for r in batch.reqs):
             return
+        if self.sparse is not None:
+            self.sparse.prefilled(row_B)
         try:
             queries = self.chooser.tap.of_prefill()
             table = batch.req_to_token_pool.req_to_token
@@ -83,47 +82,50 @@ class ViewStep(DeviceStep):
         counters = stats.attach(req, self.mode_of(req))
         if counters.ledger is None:
             cached = Tokens(req).cached
-            counters.ledger = Ledger(cached, cached)
+            counters.ledger = self._new_ledger(req, cached, cached)
         return counters.ledger
+
+    def _new_ledger(self, req: Any, length: int, exact: int) -> Ledger:
+        mode, own = self.mode_of(req), stats.attach(req, self.settings.mode).own
+        budget = own.budget or self.settings.sparse_tokens if mode == "sparse" else 0
+        return Ledger(length, exact, budget=budget, refresh=own.refresh)
 
     def exact_of(self, req: Any) -> int | None:
         """Leading tokens of a request's cache that are exact, as far as the host knows; None: all that it has returned."""
         counters = stats.attached(req)
         return (
-            None if counters is None or counters.mode != "partial" or counters.ledger is None else counters.ledger.exact
+            None if counters is None or counters.mode not in LOSSY or counters.ledger is None else counters.ledger.exact
         )
 
     def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
         roster = self._roster(batch)
         if not roster.hosted:
             return super()._run(batch)
-        exact = [self._repair(batch, roster)] * len(roster.reqs) if "partial" in roster.modes else None
         before = [self._ledger(r) for r in roster.reqs]
+        exact = self._repair(batch, roster, before)
         result = super()._run(batch)
         row_B, new_B = batch.req_pool_indices, result.new_seq_lens
         for b, (req, length) in enumerate(zip(roster.reqs, new_B.tolist(), strict=True)):
-            kept = exact is None or exact[b] or roster.modes[b] != "partial"
-            until = length if kept else before[b].exact
+            until = length if exact[b] else before[b].exact
             self.views.exact_R[row_B[b]] = until
-            stats.attach(req, self.mode_of(req)).ledger = Ledger(length, until)
+            stats.attach(req, self.mode_of(req)).ledger = self._new_ledger(req, length, until)
         return result
 
-    def _repair(self, batch: ScheduleBatch, roster: Roster) -> bool:
-        """Compute pending tokens anew: a round on the host reads the whole cache. Says whether that could be done."""
+    def _repair(self, batch: ScheduleBatch, roster: Roster, ledgers: list[Ledger]) -> list[bool]:
+        """Compute pending tokens anew: a round on the host reads the whole cache. Says whose cache is exact then.
+
+        Pending tokens of sparse requests stay as they are: there may be any number of them.
+        """
         assert self.newest_R is not None, "a prefill comes first"
+        exact = [mode not in LOSSY or not ledger.pending(1) for mode, ledger in zip(roster.modes, ledgers, strict=True)]
+        members = [b for b, mode in enumerate(roster.modes) if mode == "partial" and not exact[b]]
+        most = max((ledgers[b].length - ledgers[b].exact for b in members), default=0)
+        if not 0 < most < self.stride:
+            return exact
         row_B, table_RW = batch.req_pool_indices, batch.req_to_token_pool.req_to_token
         running = Running(roster.rids, row_B, table_RW, batch.seq_lens, self.newest_R[row_B])
-        none_B, lead_B = torch.zeros_like(running.length_B), running.length_B - self.views.exact_R[row_B]
-        if int(lead_B.max()) >= self.stride:
-            return False
-        try:
-            self.views.remember(row_B, running.length_B, running.newest_B[:, None])
-            ready = Ready(running, none_B, none_B, lead_B, self._no_drafts(len(row_B), running))
-            self._verify_last(batch, roster, running, ready, self.stride, None)
-        except Exception:
-            logger.exception("longdraft: pending tokens could not be computed anew, they stay as they are")
-            return False
-        return True
+        done = self._recomputed(batch, roster, running, members, most)
+        return [kept or (done and b in members) for b, kept in enumerate(exact)]
 
     def _learn(self, reqs: list[Any], more: Any, gained: list[int]) -> None:
         (plan, lengths), facts_4B = more
@@ -140,11 +142,19 @@ class ViewStep(DeviceStep):
                 self._ledger(req), gained[b] + 1, counted, min(confirmed[b], counted), bool(doubtful[b])
             )
             counters.cycles.add(plan.rounds, plan.full[b], counted, min(confirmed[b], counted), fell)
+            if counters.mode in LOSSY:
+                renewed = plan.kind(b) == REPAIRED or (plan.full[b] and not plan.everything[b])
+                counters.cycles.lossy(0 if plan.full[b] else gained[b] + 1, renewed)
 
     def _round(self, batch: ScheduleBatch, roster: Roster, running: Running) -> GenerationBatchResult:
         ledgers = [self._ledger(r) for r in roster.reqs]
         lengths = [Tokens(r).cached for r in roster.reqs]
         plan = self.planner.plan(ledgers, roster.modes, lengths)
+        if members := [b for b, due in enumerate(plan.repaired) if due]:
+            most = int(max(ledgers[b].pending(self.stride) for b in members))
+            if not self._recomputed(batch, roster, running, members, most):
+                self.planner.unrepaired()
+                plan = replace(plan, repaired=())
         try:
             done = self._returned_by(batch, roster, running, plan, lengths, self._cycle)
         except Exception:
@@ -153,10 +163,12 @@ class ViewStep(DeviceStep):
         if done is None:  # and the exception is gone, and with it the tensors that its frames hold
             self._unlaunch()
             self.planner.failed()
-            plan = replace(plan, full=tuple(mode != "partial" for mode in roster.modes), rounds=0, room=0)
+            plan = replace(plan, full=tuple(mode not in LOSSY for mode in roster.modes), rounds=0, room=0)
             done = self._returned_by(batch, roster, running, plan, lengths, self._bare)
         self.planner.launched(ledgers, plan)
         with self.clock.phase("select"):
+            if self.sparse is not None:
+                self.sparse.verified(running.row_B, done.width, done.last_B)
             self._choose_views(roster, running, plan, done)
         return done.result
 
@@ -177,7 +189,8 @@ class ViewStep(DeviceStep):
         gained = self._gain(roster, last)
         confirmed_B = torch.minimum(last.kept_B, ready.gained_B)
         doubtful_B = self._doubtful(roster, running, plan, last, gained)
-        first_B = torch.where(full_B, ready.first_B, gained.count_B * (ready.drafts.limit_B == self.chain - 1))
+        chains_B = gained.count_B * (ready.drafts.limit_B == self.chain - 1)
+        first_B = ready.first_B if plan.rounds else torch.where(full_B, ready.first_B, chains_B)
         facts_4B = torch.stack([ready.gained_B, confirmed_B, doubtful_B, first_B])
         with self.clock.phase("keep"):
             row_B, exact_B = running.row_B, running.length_B + gained.count_B
@@ -197,9 +210,31 @@ class ViewStep(DeviceStep):
         everything_B = to_device(plan.everything, torch.bool, device) if any(plan.everything) else None
         self.views.remember(running.row_B, running.length_B, running.newest_B[:, None])
         ready = self._rounds(batch, roster, running, plan, full_B, everything_B)
-        width = self.chain + plan.room
-        view = None if all(plan.full) else self._last_view(running, ready, plan, full_B, everything_B, width)
+        width, view = self.chain + plan.room, None
+        if not all(plan.full):
+            of_sets = self._choose_sets(roster, running) and all(mode == "sparse" for mode in roster.modes)
+            all_B = full_B if everything_B is None else full_B | everything_B
+            view = self._last_view(running, ready, None if of_sets else all_B, plan, width)
         return full_B, ready, self._verify_last(batch, roster, running, ready, width, view)
+
+    def _choose_sets(self, roster: Roster, at: Running) -> bool:
+        """New sets of tokens, where requests have such; says whether everybody who has one got one."""
+        self.lacked_B = None
+        if self.sparse is None:
+            return False
+        with self.clock.phase("select"):
+            budgets = [self._ledger(req).budget for req in roster.reqs]
+            longest = max(r.kv_allocated_len for r in roster.reqs)
+            chosen, self.lacked_B = self.sparse.choose(roster, budgets, at, longest, self.drafted)
+            return chosen
+
+    def _draft(self, roster: Roster, running: Running) -> Drafts:
+        self.drafted = roster.drafting
+        return super()._draft(roster, running)
+
+    def _failed(self, roster: Roster) -> None:
+        self.drafted = False
+        super()._failed(roster)
 
     def _time(self, reqs: list[Any], plan: CyclePlan, lengths: list[int]) -> None:
         """From the end of one cycle to that of the next of the same requests; what else ran in between makes an outlier."""
@@ -236,7 +271,7 @@ class ViewStep(DeviceStep):
             drafts = self._draft(roster, self._reading(at))
         if not all(plan.full):  # what a partial verification gains stays pending
             left_B = (self.settings.pending - 1 - running.length_B + self.views.exact_R[running.row_B]).clamp_min(0)
-            limit_B = torch.where(full_B, drafts.limit_B, torch.minimum(drafts.limit_B, left_B))
+            limit_B = torch.where(full_B | roster.sparse_B, drafts.limit_B, torch.minimum(drafts.limit_B, left_B))
             drafts = Drafts(drafts.id_BK, limit_B)
         if plan.room:
             self.views.remember(at.row_B, at.length_B + 1, drafts.id_BK)
@@ -256,7 +291,9 @@ class ViewStep(DeviceStep):
         end_B = (roster.end_B - 2).clamp_max(self.columns - 1)
         room_B = torch.minimum(end_B - at.length_B, left_B).clamp_min(0) * roster.drafts_B
         limit_B = torch.minimum(drafts.limit_B, (room_B - 1).clamp_min(0))
-        in_graph = self._graph_width(len(roster.reqs), self.chain, everything_B is None) is not None
+        self._choose_sets(roster, at)
+        columns = self.view_width if everything_B is None else None
+        in_graph = self._graph_width(len(roster.reqs), self.chain, columns) is not None
         view = (
             self.views.layer_pages(at, self.view_width, self.chain)
             if everything_B is None
@@ -267,6 +304,8 @@ class ViewStep(DeviceStep):
         seen = verify_running(self.target_worker, batch, roster.reqs, at, *given, in_graph, clock, view)
         run_BT, kept_B = self._kept_run(Drafts(drafts.id_BK, limit_B), seen)
         more_B = torch.minimum(kept_B + 1, room_B)
+        if self.sparse is not None:
+            self.sparse.verified(at.row_B, self.chain, (more_B - 1).clamp_min(0))
         self.views.remember(at.row_B, at.length_B + 1, run_BT)
         last_B = run_BT.gather(1, (more_B - 1).clamp_min(0)[:, None])[:, 0]
         newest_B = torch.where(more_B > 0, last_B, at.newest_B)
@@ -274,53 +313,10 @@ class ViewStep(DeviceStep):
 
     def _reading(self, running: Running) -> Running:
         """The batch with what its drafts read chosen: of a request without a list too much, so that they read sinks and the newest."""
-        pages_BW, lens_B = self.views.pages(running, None, self.view_width, 0)
+        pages_BW, lens_B = self.views.pages(running, None, self.view_width, 0, fill=self.sparse is not None)
         short_B = running.length_B <= self.view_width
         lens_B = torch.where(self.views.listed(running.row_B) | short_B, lens_B, pages_BW.shape[1] + 1)
         return replace(running, chosen=(pages_BW, lens_B))
-
-    def _chain_limits(self, roster: Roster, running: Running) -> torch.Tensor:
-        return super()._chain_limits(roster, running).clamp_max(self.chain - 1)
-
-    def _last_view(
-        self,
-        running: Running,
-        ready: Ready,
-        plan: CyclePlan,
-        full_B: torch.Tensor,
-        everything_B: torch.Tensor | None,
-        width: int,
-    ) -> View:
-        """What a last verification reads where some requests have a partial one.
-
-        Beside a request that reads everything all layers share one list, the last layer's, also where each has its own: lists as wide
-        as the page table for every layer are 0.8 GB in each set of graphs (32 layers, 48 requests, 128K tokens), for a point or two
-        of agreement.
-        """
-        all_B = full_B if everything_B is None else full_B | everything_B
-        base = replace(running, length_B=running.length_B - ready.lead_B)
-        if any(plan.full) or any(plan.everything):
-            return self.views.pages(base, all_B, self.columns, width)
-        return self.views.layer_pages(base, self.view_width, width)
-
-    def _verify_last(
-        self, batch: ScheduleBatch, roster: Roster, running: Running, ready: Ready, width: int, view: View | None
-    ) -> Last:
-        """Verify everything from each request's first pending token on."""
-        start_B, drafts = running.length_B - ready.lead_B, ready.drafts
-        first_B, id_BK = running.newest_B, drafts.id_BK
-        if width != self.chain:
-            id_BT = self.views.recall(running.row_B, start_B, width)
-            first_B, id_BK = id_BT[:, 0], id_BT[:, 1:]
-        end_B = (roster.end_B - 2).clamp_max(self.columns - 1) - start_B
-        limit_B = torch.minimum(ready.lead_B + ready.gained_B + drafts.limit_B, end_B.clamp(0, width - 1))
-        limit_B = torch.maximum(limit_B, ready.lead_B)  # one that has ended, which the host does not know yet
-        base = replace(running, length_B=start_B, newest_B=first_B)
-        narrow = view is not None and view[0].shape[-1] == self.view_width + self.chain
-        in_graph = self._graph_width(len(roster.reqs), width, narrow) is not None
-        given = id_BK, limit_B, roster.params, self.observer
-        seen = verify_running(self.target_worker, batch, roster.reqs, base, *given, in_graph, self.clock, view)
-        return Last(seen, id_BK, limit_B, ready.lead_B, self._kept_last(seen, id_BK, limit_B, ready), view)
 
     def _bare(
         self, batch: ScheduleBatch, roster: Roster, running: Running, plan: CyclePlan
@@ -332,80 +328,19 @@ class ViewStep(DeviceStep):
         ready = Ready(running, none_B, none_B, none_B, drafts)
         return full_B, ready, Last(seen, drafts.id_BK, drafts.limit_B, none_B, none_B)
 
-    def _kept_last(self, seen: Verified, id_BK: torch.Tensor, limit_B: torch.Tensor, ready: Ready) -> torch.Tensor:
-        """How many of the tokens behind the pending ones are the target's own choices."""
-        steps, lead_B = id_BK.shape[1], ready.lead_B
-        if simulated(self.settings.simulate_accept_length):
-            confirmed_B = forced_confirmations(ready.gained_B, self.settings.simulate_confirmed_share)
-            tail_B = torch.minimum(self._forced(len(lead_B), lead_B.device), ready.drafts.limit_B)
-            all_B = torch.where(confirmed_B < ready.gained_B, confirmed_B, ready.gained_B + tail_B)
-            return torch.minimum(all_B, limit_B - lead_B)
-        choice_BT = seen.choice_T.view(-1, steps + 1)
-        returned_BK = torch.arange(steps, device=lead_B.device) < lead_B[:, None]
-        agreed_BK = torch.where(returned_BK, id_BK, choice_BT[:, :-1])
-        return accepted_drafts(id_BK, torch.cat([agreed_BK, choice_BT[:, -1:]], 1), limit_B) - lead_B
-
-    def _kept_run(self, drafts: Drafts, seen: Verified) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a chain's verification gains ``[B, T]``, and how many of the drafts are kept."""
-        batch, steps = drafts.id_BK.shape
-        choice_BT = seen.choice_T.view(batch, steps + 1)
-        if not simulated(self.settings.simulate_accept_length):
-            return choice_BT, accepted_drafts(drafts.id_BK, choice_BT, drafts.limit_B)
-        kept_B = torch.minimum(self._forced(batch, drafts.limit_B.device), drafts.limit_B)
-        drafted_BT = torch.cat([drafts.id_BK, choice_BT[:, -1:]], 1)
-        offset_T = torch.arange(steps + 1, device=kept_B.device)
-        return torch.where(offset_T < kept_B[:, None], drafted_BT, choice_BT), kept_B
-
-    def _forced(self, batch: int, device: torch.device) -> torch.Tensor:
-        drawn = simulated_acceptance([self.chain - 1] * batch, self.settings.simulate_accept_length, self.chain)
-        return to_device(drawn, torch.int64, device)
-
-    def _gain(self, roster: Roster, last: Last) -> Gained:
-        """What each request returns: what was kept behind its pending tokens, and the target's choice behind that."""
-        width = last.id_BK.shape[1] + 1
-        offset_N = torch.arange(width, device=last.kept_B.device)
-        place_BN = (last.lead_B[:, None] + offset_N).clamp_max(width - 1)
-        run_BN = last.seen.choice_T.view(-1, width).gather(1, place_BN)
-        if width > 1:
-            drafted_BN = last.id_BK.gather(1, place_BN.clamp_max(width - 2))
-            run_BN = torch.where(offset_N < last.kept_B[:, None], drafted_BN, run_BN)
-        return Gained(run_BN, roster.returned(run_BN, last.kept_B), place_BN)
-
-    def _doubtful(self, roster: Roster, running: Running, plan: CyclePlan, last: Last, gained: Gained) -> torch.Tensor:
-        """Requests that return a token whose logit was not far enough ahead of the next, or whose view misses too much."""
-        least, none_B = self.settings.refresh_margin, torch.zeros_like(gained.count_B)
-        if all(plan.full):
-            return none_B
-        missed_B = none_B if self.missed is None or last.view is None else self._missed(roster, running, last, gained)
-        if least is None:
-            return missed_B
-        two_T2 = last.seen.logits_TV.topk(2).values
-        narrow_BN = (two_T2[:, 0] - two_T2[:, 1] < least).view(len(gained.count_B), -1).gather(1, gained.place_BN)
-        offset_N = torch.arange(narrow_BN.shape[1], device=narrow_BN.device)
-        return missed_B | (narrow_BN & (offset_N < gained.count_B[:, None])).any(1).long()
-
-    def _missed(self, roster: Roster, running: Running, last: Last, gained: Gained) -> torch.Tensor:
-        assert self.missed is not None and last.view is not None
-        base = replace(running, length_B=running.length_B - last.lead_B)
-        place_B, end_B = last.lead_B + gained.count_B - 1, running.length_B + gained.count_B
-        longest = max(r.kv_allocated_len for r in roster.reqs)
-        try:
-            return self.missed.over(last.view, base, last.id_BK.shape[1] + 1, place_B, end_B, longest).long()
-        except Exception:
-            logger.exception("longdraft: what views miss could not be measured, their requests go on as they are")
-            return torch.zeros_like(end_B)
-
     def _choose_views(self, roster: Roster, running: Running, plan: CyclePlan, done: Returned) -> None:
         """New views for the requests that were just verified fully, by the queries of what they returned."""
         due = []
         for req, mode, full in zip(roster.reqs, roster.modes, plan.full, strict=True):
             counters = stats.attach(req, mode)
-            since = counters.verified_since_choice = counters.verified_since_choice + (full and mode in VIEWED)
+            chooses = full and mode in VIEWED and mode != "sparse"
+            since = counters.verified_since_choice = counters.verified_since_choice + chooses
             every = self.settings.view_every * (1 if plan.room else UNUSED)
-            due.append(full and mode in VIEWED and since >= every)
+            due.append(chooses and since >= every)
             if due[-1]:
                 counters.verified_since_choice = 0
-        if not any(due) or self.chooser.selector.once:
+        by_round = self.sparse is not None and self.sparse.viewed is not None
+        if not any(due) or self.chooser.selector.once or by_round:
             return
         try:
             queries = self.chooser.tap.of_verification(done.width, done.last_B)

@@ -54,6 +54,10 @@ class LongDraftWorker(BaseSpecWorker):
         # The draft's memory is taken here, before SGLang sizes its cache pool.
         self.weights = TargetWeights(self.runner.model, self.runner.dtype)
         self.drafter = build_drafter(server_args, settings, self.runner, self.weights)
+        if settings.sets:
+            recipe = settings.recipe()
+            layers = self.drafter.look_ahead(None if recipe is None else recipe.draft)
+            logger.info("longdraft: %d layers of the draft look ahead", layers)
         self.observer = Observer(self.drafter)
         self.observer.ask(self.runner.model)
         self._reserve()
@@ -119,6 +123,10 @@ class LongDraftWorker(BaseSpecWorker):
                 graphs.add(width)
             if isinstance(self.step, ViewStep):
                 graphs.add(self.step.chain, self.step.view_width, self.step.views.lists)
+                if self.step.sparse is not None:
+                    self.step.sparse.use_graphs(made.capture_bs, self.settings.mode)
+                if self.settings.sparse:
+                    graphs.add(self.step.chain, self.step.set_width, self.step.views.lists)
             self.drafter.use_graphs(made.capture_bs, [shape for shape in self.shapes if shape.depth])
             if isinstance(self.step, TreeStep):
                 width = 1 + max(shape.depth for shape in self.shapes)

@@ -64,3 +64,19 @@ class QueryTap:
         back_Q = torch.arange(1 - (rows or self.rows), 1, device=last_B.device)
         row_BQ = (last_B[:, None] + back_Q).clamp_min(0) + width * torch.arange(batch, device=last_B.device)[:, None]
         return [self.buffers[layer][row_BQ.flatten()] for layer in self.layers]
+
+
+class QueryTaps(QueryTap):
+    """Several taps on the same forwards; each is asked for its own queries."""
+
+    def __init__(self, *taps: QueryTap) -> None:
+        super().__init__((), 0)
+        self.taps = taps
+
+    def verification(self, layer: int, q_THD: torch.Tensor) -> None:
+        for tap in self.taps:
+            tap.verification(layer, q_THD)
+
+    def extend(self, layer: int, q_THD: torch.Tensor, forward: Any) -> None:
+        for tap in self.taps:
+            tap.extend(layer, q_THD, forward)

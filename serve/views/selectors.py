@@ -61,6 +61,8 @@ class Selector(ABC):
         reductions: over the query rows of a request, of which one may be chosen; empty where there is no choice.
         rows: query rows that it wants of each request, the newest ones; fewer are served too.
         once: whether it scores once, after the prompt, and the view then keeps its blocks.
+        by_round: whether every round on a view has single tokens chosen for it behind its drafting
+            (:mod:`longdraft.serve.views.set_chooser`), so that the blocks scored here serve behind a prompt alone.
         shares: whether scores are shares of attention, so that a budget may name a mass.
     """
 
@@ -68,6 +70,7 @@ class Selector(ABC):
     reductions: ClassVar[tuple[str, ...]] = ()
     rows: ClassVar[int] = ROWS
     once: ClassVar[bool] = False
+    by_round: ClassVar[bool] = False
     shares: ClassVar[bool] = False
 
     def __init__(self, block: int = 16, reduction: str = "mean") -> None:
@@ -168,6 +171,20 @@ class MassSelector(Selector):
         return mass_BHN.sum(1).float()
 
 
+class DustinSelector(MassSelector):
+    """``dustin``: the tokens that the target's last row attended to, and those that the draft was looking for, anew in every round.
+
+    Behind a prompt, before anything is drafted, the blocks of most mass by its last row in the last layer but one.
+    """
+
+    name = "dustin"
+    rows = 1
+    by_round = True
+
+    def layers(self, num_layers: int) -> tuple[int, ...]:
+        return (max(num_layers - 2, 0),)
+
+
 class WorstSelector(MassSelector):
     """``worst``: the blocks that matter least. For tests: whatever is chosen, `exact` must give the target's tokens (P8)."""
 
@@ -255,7 +272,15 @@ class RecentSelector(Selector):
 
 SELECTORS: dict[str, type[Selector]] = {
     kind.name: kind
-    for kind in (MassSelector, BoundSelector, SpecPvSelector, RecentSelector, SnapKvSelector, WorstSelector)
+    for kind in (
+        MassSelector,
+        BoundSelector,
+        SpecPvSelector,
+        RecentSelector,
+        SnapKvSelector,
+        DustinSelector,
+        WorstSelector,
+    )
 }
 
 

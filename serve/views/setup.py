@@ -1,19 +1,23 @@
-"""What a server of modes ``exact`` and ``partial`` keeps, made once SGLang has its cache pool."""
+"""What a server of modes ``exact``, ``partial`` and ``sparse`` keeps, made once SGLang has its cache pool."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from longdraft.serve.attention_backend import LongDraftAttention
-from longdraft.serve.cache_format import Scales, attention_layers
+from longdraft.serve.cache_format import UNSCALED, Scales, attention_layers
 from longdraft.serve.drafters.base import Drafter
-from longdraft.serve.settings import ServeSettings
+from longdraft.serve.settings import LONGEST_REFRESH, ServeSettings
+from longdraft.serve.sparse_rounds import SparseRounds
 from longdraft.serve.view_step import ViewStep
 from longdraft.serve.views.chooser import ViewChooser
 from longdraft.serve.views.cycle_plan import CyclePlanner
 from longdraft.serve.views.missed_mass import MissedMass
-from longdraft.serve.views.query_tap import QueryTap
+from longdraft.serve.views.query_tap import QueryTap, QueryTaps
 from longdraft.serve.views.round_choice import Bytes, RoundChoice
 from longdraft.serve.views.selectors import make_selector
+from longdraft.serve.views.set_chooser import History, SetChooser
+from longdraft.serve.views.token_set import SparseBudget
 from longdraft.serve.views.view_state import ViewState
 
 FIXED_ON_A_CARD = 5e9  # bytes: 1.2 ms, seen between a partial verification's time and its reading on an H200
@@ -51,13 +55,41 @@ def keep_views(
     tap.allocate(most * step.stride, heads, config.head_dim, runner.dtype, table.device)
     budget = settings.budget()
     step.view_width = min(settings.view_width(step.chain), table.shape[1])
-    remembered = settings.pending + 2 * step.stride
+    remembered = (LONGEST_REFRESH if settings.sparse else settings.pending) + 2 * step.stride
     rows, columns = table.shape
     lists = len(tap.layers) if by_layer else 1
-    step.views = ViewState(rows, columns, budget.columns, remembered, table.device, lists, budget.sinks)
+    widest = max(budget.columns, settings.sparse_tokens if settings.sparse else 0)
+    step.views = ViewState(rows, columns, widest, remembered, table.device, lists, budget.sinks)
     scale = next(layer.scaling for _, layer in attention_layers(runner.model))
     step.chooser = ViewChooser(selector, budget, runner.token_to_kv_pool, tap, scale, scales, by_layer)
     if settings.refresh_missed_mass is not None:
         step.missed = MissedMass(step.chooser, step.views, layers, settings.refresh_missed_mass)
     choice = RoundChoice(read_bytes(runner, drafter, settings, step.chain), max_ms=settings.max_cycle_ms)
     step.planner = CyclePlanner(settings, step.chain, choice)
+    if settings.sets:
+        _keep_sets(step, settings, runner, drafter, most, scales)
+
+
+def _keep_sets(
+    step: ViewStep, settings: ServeSettings, runner: Any, drafter: Drafter, most: int, scales: Mapping[int, Scales]
+) -> None:
+    """What chooses sets of tokens; the arguments are those of :func:`keep_views`, which comes first."""
+    config, recipe = runner.model_config, settings.recipe()
+    layer = max(config.num_hidden_layers - 2, 0) if recipe is None else recipe.target.layer
+    heads = range(config.num_attention_heads) if recipe is None else recipe.target.heads
+    tap = QueryTap((layer,), 1)
+    tap.allocate(most * step.stride, config.num_attention_heads, config.head_dim, runner.dtype, runner.device)
+    runner.attn_backend.tap = QueryTaps(runner.attn_backend.tap, tap)
+    scale = next(each.scaling for _, each in attention_layers(runner.model) if each.layer_id == layer)
+    keys = runner.token_to_kv_pool.get_key_buffer(layer)
+    history = History(keys, tuple(heads), scale, scales.get(layer, UNSCALED)[0])
+    budget, viewed = settings.set_budget(), None
+    if make_selector(settings.view_selector).by_round:
+        own = settings.budget()
+        viewed = SparseBudget(own.tokens, own.sinks, own.recent, 0)
+        share = budget.lookahead / budget.most_lookahead
+        viewed = replace(viewed, lookahead=round(share * viewed.most_lookahead))
+    table, measures = runner.req_to_token_pool.req_to_token, settings.refresh_missed_mass is not None
+    sets = SetChooser(history, tap, step.views, table, drafter.lookahead, measures)
+    step.sparse = SparseRounds(sets, budget, viewed)
+    step.set_width = min(budget.tokens, step.view_width)  # no narrower than a set but where a table's row is

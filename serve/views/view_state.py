@@ -59,12 +59,14 @@ class ViewState:
 
         Args:
             row_B: rows.
-            chosen: of every list of every request, one list behind the other.
+            chosen: of every list of every request, one list behind the other, or one list of each for all of its lists; no wider
+                than a view.
             where_B: requests that get them; None: all.
         """
         batch = len(row_B)
-        count_LB = chosen.count_B.long().view(self.lists, batch)
-        column_LBV = chosen.column_BV.view(self.lists, batch, -1)
+        count_LB = chosen.count_B.long().view(-1, batch)
+        more = self.column_LRV.shape[2] - chosen.column_BV.shape[1]
+        column_LBV = torch.nn.functional.pad(chosen.column_BV, (0, more)).view(len(count_LB), batch, -1)
         start_B = chosen.start_B[:batch]  # follows from the length alone
         if where_B is not None:
             count_LB = torch.where(where_B, count_LB, self.count_LR[:, row_B])
@@ -73,7 +75,7 @@ class ViewState:
         self.count_LR[:, row_B], self.start_R[row_B], self.column_LRV[:, row_B] = count_LB, start_B, column_LBV
 
     def pages(
-        self, running: Running, everything_B: torch.Tensor | None, width: int, count: int
+        self, running: Running, everything_B: torch.Tensor | None, width: int, count: int, fill: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The page list of a partial verification; of several lists, that of the last layer.
 
@@ -82,12 +84,30 @@ class ViewState:
             everything_B: requests that read their whole cache; None: nobody.
             width: of the list, wide enough for everything that is read.
             count: new tokens of each request, whose slots follow.
+            fill: whether more recent tokens fill up what a short list leaves of the width.
 
         Returns:
             int32 ``[B, width + count]`` and the int32 number of cached tokens that each request reads. What has no slot is 0.
         """
-        slot_LBW, read_LB = self._view_pages(running, self.lists - 1, everything_B, width, count)
+        first = self.lists - 1
+        lists = self._filled(running, width) if fill else Lists(*self._from(first), self.start_R, self.sinks)
+        slot_LBW, read_LB = self._view_pages(lists, running, everything_B, width, count)
         return slot_LBW[0], read_LB[0]
+
+    def _filled(self, running: Running, width: int) -> Lists:
+        """The last layer's lists with windows that begin earlier, and without what those hold."""
+        column_1RV, count_1R = self._from(self.lists - 1)
+        row_B, start_R = running.row_B, self.start_R.clone()
+        count_B, column_BV = count_1R[0, row_B], column_1RV[0, row_B]
+        start_B = torch.minimum(start_R[row_B], (running.length_B + count_B - width).clamp_min(0))
+        there_BV = torch.arange(column_BV.shape[1], device=row_B.device) < count_B[:, None]
+        left_B = (there_BV & (column_BV < start_B[:, None])).sum(1)  # columns ascend: the first of them
+        count_1R, start_R[row_B] = count_1R.index_copy(1, row_B, left_B[None]), start_B
+        return Lists(column_1RV, count_1R, start_R, self.sinks)
+
+    def _from(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lists from a first one on."""
+        return self.column_LRV[first:], self.count_LR[first:]
 
     def listed(self, row_B: torch.Tensor) -> torch.Tensor:
         """Requests that have a list of chosen columns, bool ``[B]``; the others read everything, or what is left of it."""
@@ -97,13 +117,12 @@ class ViewState:
         """:meth:`pages` of every list: ``[L, B, width + count]`` and ``[L, B]``; of one list, without the first dimension."""
         if self.lists == 1:
             return self.pages(running, None, width, count)
-        return self._view_pages(running, 0, None, width, count)
+        lists = Lists(*self._from(0), self.start_R, self.sinks)
+        return self._view_pages(lists, running, None, width, count)
 
     def _view_pages(
-        self, running: Running, first: int, everything_B: torch.Tensor | None, width: int, count: int
+        self, lists: Lists, running: Running, everything_B: torch.Tensor | None, width: int, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the lists from ``first`` on."""
-        lists = Lists(self.column_LRV[first:], self.count_LR[first:], self.start_R, self.sinks)
         return view_pages(lists, running.table_RW, running.row_B, running.length_B, everything_B, width, count)
 
     def blocks(self, running: Running, at: int, width: int, block: int, blocks: int) -> torch.Tensor:

@@ -1,14 +1,16 @@
 """How many partial rounds, and who is verified fully, by what the host knows."""
 
+from dataclasses import replace
+
 import pytest
 
-from longdraft.serve.settings import ServeSettings
-from longdraft.serve.views.cycle_plan import PAUSE, CyclePlanner, Ledger
+from longdraft.serve.settings import LONGEST_REFRESH, ServeSettings
+from longdraft.serve.views.cycle_plan import FULL, PARTIAL, PAUSE, REPAIRED, CyclePlanner, Ledger
 from longdraft.serve.views.round_choice import OUTLIER, TRIED, Bytes, RoundChoice, expected
 
 GIB = 2.0**30
 LLAMA_8B = Bytes(16 * GIB, 3.5 * GIB, 2.0**17, 4200, 5e9)
-CHAIN = 6
+CHAIN, STRIDE = 6, 26
 
 
 def planner(**changes: object) -> CyclePlanner:
@@ -185,3 +187,77 @@ def test_chances_follow_what_is_confirmed() -> None:
         made.launched([ledger], made.plan([ledger], ["exact"], [9000]))
         made.processed(ledger, 8, 12, 9, False)
     assert ledger.chance == pytest.approx(0.9, abs=0.02)
+
+
+def sparse(length: int, exact: int, **more: object) -> Ledger:
+    return Ledger(length, exact, budget=512, **more)  # type: ignore[arg-type]
+
+
+def test_sparse_requests_stay_on_their_sets_unless_they_fit() -> None:
+    plan = planner(mode="sparse", allow_lossy=True).plan
+    near = 512 - STRIDE - CHAIN
+    ledgers = [sparse(9000, 100), sparse(near, near, waiting=[FULL]), sparse(near + 1, near + 1, waiting=[FULL])]
+    made = plan([*ledgers, sparse(300, 290)], ["sparse"] * 4, [9000, near, near + 1, 300])
+    assert made.full == made.everything == (False, True, False, False), "one with pending tokens never reads them whole"
+    assert made.room == made.rounds == 0 and not any(made.repaired)
+    assert [made.kind(b) for b in range(4)] == [PARTIAL, FULL, PARTIAL, PARTIAL]
+
+
+def test_beside_exact_ones_they_have_their_rounds_and_a_set_behind_them() -> None:
+    made = planner(rounds=2).plan([sparse(9000, 100), Ledger(9000, 9000)], ["sparse", "exact"], [9000] * 2)
+    assert made.rounds == 2 and made.full == (False, True) and made.everything == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("server", "ledger", "repaired"),
+    [
+        (None, sparse(9000, 8000), False),
+        (64, sparse(9000, 8943), False),  # three more leave room for one round of four
+        (64, sparse(9000, 8939), True),
+        (64, sparse(9000, 8943, waiting=[PARTIAL]), True),
+        (64, sparse(9000, 8900, waiting=[FULL]), False),
+        (64, sparse(9000, 8900, waiting=[REPAIRED]), False),
+        (64, sparse(9000, 8900, waiting=[REPAIRED, *[PARTIAL] * 15]), True),
+        (None, sparse(9000, 8939, refresh=64), True),
+        (64, sparse(9000, 8939, refresh=256), False),
+        (None, sparse(9000, 8000, doubtful=True), True),
+        (None, sparse(9000, 9000, doubtful=True), False),  # nothing is pending
+        (64, sparse(9000, 9000 - LONGEST_REFRESH - STRIDE - 1), False),  # its ids are no longer kept
+    ],
+)
+def test_pending_tokens_are_computed_anew_where_that_was_asked_for(
+    server: int | None, ledger: Ledger, repaired: bool
+) -> None:
+    given = planner(mode="sparse", allow_lossy=True, refresh_every=server)
+    assert any(given.plan([ledger], ["sparse"], [ledger.length]).repaired) == repaired
+
+
+def test_requests_that_are_half_way_to_it_go_along() -> None:
+    given = planner(mode="sparse", allow_lossy=True, refresh_every=64)
+    ledgers = [
+        sparse(9000, 8939),
+        sparse(9000, 8967),
+        sparse(9000, 8980),
+        sparse(9000, 8939, refresh=500),
+        Ledger(90, 90),
+    ]
+    modes, lengths = ["sparse"] * 4 + ["full"], [9000] * 4 + [90]
+    assert given.plan(ledgers, modes, lengths).repaired == (True, True, False, False, False)
+    given.unrepaired()
+    tries = [any(given.plan(ledgers, modes, lengths).repaired) for _ in range(PAUSE)]
+    assert tries == [False] * (PAUSE - 1) + [True], "what failed is not tried every time"
+
+
+def test_what_was_computed_anew_is_exact_and_the_round_behind_it_is_not() -> None:
+    given, ledger = planner(mode="sparse", allow_lossy=True, refresh_every=16), sparse(9000, 8980)
+    made = given.plan([ledger], ["sparse"], [9000])
+    assert made.repaired == (True,) and made.kind(0) == REPAIRED
+    ledger.doubtful = True
+    given.launched([ledger], made)
+    assert ledger.waiting == [REPAIRED] and not ledger.doubtful and ledger.pending(4.0) == 4.0
+    given.processed(ledger, 5, 0, 0, False)
+    assert (ledger.length, ledger.exact, ledger.pending(4.0)) == (9005, 9000, 5)
+    failed = replace(made, repaired=())
+    given.launched([ledger], failed)
+    given.processed(ledger, 3, 0, 0, False)
+    assert (ledger.length, ledger.exact) == (9008, 9000)

@@ -9,6 +9,7 @@ import pytest
 from tiny import tiny_model
 from transformers import AutoTokenizer
 
+from longdraft.draft_models.sparse_recipe import LayerHeads, SparseRecipe
 from longdraft.errors import UserError
 from longdraft.serve.checks import check_server_args
 from longdraft.serve.draft_lm_checks import (
@@ -89,6 +90,24 @@ def test_what_is_neither_keeps_the_message_about_drafts(tmp_path: Path) -> None:
 def test_trees_and_ranked_heads_are_for_other_drafts(draft: Path) -> None:
     assert refused(draft, arguments(draft), tree="4,16,16").startswith("tree='4,16,16'")
     assert "leave it out" in refused(draft, arguments(draft), draft_head_tokens=8, draft_head_counts="counts")
+
+
+def test_layers_and_heads_of_a_recipe_must_be_there(draft: Path, tmp_path: Path) -> None:
+    layers, own = (
+        json.loads((draft / "config.json").read_text())["num_hidden_layers"],
+        {"mode": "sparse", "allow_lossy": True},
+    )
+    for layer, head, said in (
+        (layers - 1, 0, None),
+        (layers, 0, f"draft layer {layers} is none of"),
+        (0, 99, "head 99"),
+    ):
+        target, wanted = LayerHeads(layer=0, heads=[0]), LayerHeads(layer=layer, heads=[head])
+        SparseRecipe(target=target, draft=[wanted], lookahead=3).save(recipe := tmp_path / "recipe.json")
+        if said is None:
+            check_draft_lm(arguments(draft), ServeSettings(**own, sparse_recipe=str(recipe)), str(draft))
+        else:
+            assert said in refused(draft, arguments(draft), **own, sparse_recipe=str(recipe))
 
 
 def test_a_context_that_the_draft_does_not_reach_is_refused(draft: Path, tmp_path: Path) -> None:

@@ -88,15 +88,15 @@ def test_a_verification_replays_the_narrowest_graphs_that_hold_it(monkeypatch: p
     graphs = target_graphs.TargetGraphs(runner, first)
     for width in (1, 3, 3, 6):
         graphs.add(width)
-    assert sorted(graphs.sets) == [(1, False), (3, False), (6, False)]
-    assert graphs.sets[6, False] is first
-    backends = [graphs.sets[width, False].attn_backend for width in (1, 3, 6)]
+    assert sorted(graphs.sets) == [(1, None), (3, None), (6, None)]
+    assert graphs.sets[6, None] is first
+    backends = [graphs.sets[width, None].attn_backend for width in (1, 3, 6)]
     assert len({id(b.static.pages_BW) for b in backends}) == 3, "graphs of two widths share buffers"
     assert [b.static.bits_TW is None for b in backends] == [True, True, False]
     for requests, rows, width in ((1, 1, 1), (4, 2, 3), (2, 4, 6), (5, 1, None), (1, 7, None), (3, 3, 3)):
         assert graphs.select(requests, rows) == width
         if width is not None:
-            assert runner.decode_cuda_graph_runner is graphs.sets[width, False]
+            assert runner.decode_cuda_graph_runner is graphs.sets[width, None]
 
 
 def test_views_have_graphs_of_their_own_with_shorter_page_lists(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +105,15 @@ def test_views_have_graphs_of_their_own_with_shorter_page_lists(monkeypatch: pyt
     runner.decode_cuda_graph_runner = first = Capture(runner, runner.attn_backend, 6)
     graphs = target_graphs.TargetGraphs(runner, first)
     graphs.add(3)
-    graphs.add(3, 4)
-    assert graphs.select(2, 3, True) == 3 and runner.decode_cuda_graph_runner is graphs.sets[3, True]
-    assert graphs.select(2, 3) == 3 and runner.decode_cuda_graph_runner is graphs.sets[3, False]
-    assert graphs.select(2, 5, True) is None, "wide verifications read whole caches"
-    whole, view = (graphs.sets[3, v].attn_backend.static.pages_BW for v in (False, True))
-    assert whole.shape[1] == 9 + 3 and view.shape[1] == 4 + 3
-    static = graphs.sets[3, True].attn_backend.static
+    for columns in (4, 2, 4):
+        graphs.add(3, columns)
+    assert len(graphs.sets) == 4
+    for columns in (4, None, 2):
+        assert graphs.select(2, 3, columns) == 3 and runner.decode_cuda_graph_runner is graphs.sets[3, columns]
+    assert graphs.select(2, 5, 4) is None, "wide verifications read whole caches"
+    pages = [graphs.sets[3, columns].attn_backend.static.pages_BW for columns in (None, 4, 2)]
+    assert [x.shape[1] for x in pages] == [9 + 3, 4 + 3, 2 + 3]
+    static = graphs.sets[3, 4].attn_backend.static
     pages_BW = torch.arange(1, 15, dtype=torch.int32).view(2, 7)
     static.pages_BW[:] = 9
     static.fill_view(pages_BW, torch.tensor([4, 2], dtype=torch.int32), 4)

@@ -6,7 +6,8 @@ import pytest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from longdraft.errors import UserError
-from longdraft.serve.request_checks import check_logprob_start, check_sampling_params
+from longdraft.serve.request_checks import check_logprob_start, check_own, check_sampling_params
+from longdraft.serve.settings import RequestSettings, ServeSettings
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,44 @@ def test_prompt_logprobs_begin_in_the_prompt() -> None:
     for start in (-2, [0, -5]):
         with pytest.raises(UserError, match="logprob_start_len must be -1"):
             check_logprob_start(start)
+
+
+EXACT: dict[str, Any] = {"mode": "exact"}
+LOSSY: dict[str, Any] = {"mode": "exact", "allow_lossy": True, "sparse_tokens": 256}
+
+
+@pytest.mark.parametrize(
+    ("server", "own", "message"),
+    [
+        ({}, {"mode": "sparse"}, "mode='sparse' needs a server that keeps views"),
+        ({"allow_lossy": True}, {"mode": "sparse"}, "mode='sparse' needs a server that keeps views"),
+        (
+            EXACT,
+            {"mode": "sparse"},
+            "mode='sparse' gives approximate output, which this server does not: start it with --allow-lossy",
+        ),
+        (LOSSY, {"mode": "sparse", "budget": 300}, "budget=300 is more than the server's --sparse-tokens 256"),
+        (LOSSY, {"budget": 64}, "budget=64 is for mode sparse, this request's is 'exact'"),
+        (LOSSY, {"mode": "off", "refresh": 9}, "refresh=9 is for modes partial and sparse, this request's is 'off'"),
+        (LOSSY, {"mode": "sparse", "refresh": 1025}, "refresh=1025: mode sparse computes up to 1024 tokens anew"),
+    ],
+    ids=str,
+)
+def test_what_a_server_does_not_have_is_refused(server: dict[str, Any], own: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_own(RequestSettings(**own), ServeSettings(**server))
+    assert str(error.value).startswith(f"custom_params.longdraft.{message}")
+
+
+@pytest.mark.parametrize(
+    ("server", "own"),
+    [
+        ({}, {}),
+        (EXACT, {"mode": "partial", "refresh": 4000}),
+        (LOSSY, {"mode": "sparse", "budget": 256, "refresh": 1024}),
+        ({**LOSSY, "mode": "sparse"}, {"budget": 32}),
+    ],
+    ids=str,
+)
+def test_what_a_server_has_passes(server: dict[str, Any], own: dict[str, Any]) -> None:
+    check_own(RequestSettings(**own), ServeSettings(**server))

@@ -1,10 +1,12 @@
 """Settings of the server and of a request: what is read, and every refusal in one line."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from longdraft.draft_models.sparse_recipe import LayerHeads, SparseRecipe
 from longdraft.errors import UserError
 from longdraft.options import parse_options
 from longdraft.schema import validate
@@ -17,6 +19,7 @@ from longdraft.serve.settings import (
     request_settings,
     write_environment,
 )
+from longdraft.serve.views.token_set import SparseBudget
 
 
 def refused(call: Any, *args: Any) -> str:
@@ -72,6 +75,21 @@ def test_a_variable_that_is_no_object(text: str, monkeypatch: pytest.MonkeyPatch
         ('{"lookup_min_match": 0}', r"lookup_min_match=0"),
         ('{"simulate_accept_length": 0.5}', r"simulate_accept_length=0\.5"),
         ('{"simulate_accept_length": Infinity}', r"simulate_accept_length=inf: .*finite"),
+        ('{"mode": "sparse"}', r"mode='sparse' gives approximate output: set allow_lossy too, or take mode exact"),
+        (
+            '{"sparse_lookahead": 500}',
+            r"sparse_lookahead=500 with sparse_tokens=512, of which 20 are sinks and recent ones: write 492 or less",
+        ),
+        ('{"sparse_tokens": 16}', r"sparse_tokens=16"),
+        (
+            '{"mode": "sparse", "allow_lossy": true, "refresh_every": 1025}',
+            r"refresh_every=1025: mode sparse computes up to 1024 tokens anew, write that or less",
+        ),
+        (
+            '{"mode": "exact", "view_selector": "dustin", "view_lists": "layers"}',
+            r"view_lists='layers' with view_selector='dustin', .* take shared",
+        ),
+        ('{"mode": "partial", "self_draft": true}', r"self_draft with mode='partial': set mode to exact or sparse"),
         ('{"tree": false}', r"tree=False: this is no shape: write chain, "),
         ('{"tree": [4, 4]}', r"tree=\[4, 4\]: this is no shape: write chain, "),
     ],
@@ -103,8 +121,29 @@ def test_a_request_chooses_its_mode(mode: str) -> None:
         ({"longdraft": {"zzz": 1}}, r"custom_params\.longdraft\.zzz is unknown$"),
         ({"longdraft": {3: 1}}, r"custom_params\.longdraft\.3 is unknown"),
         ({"longdraft": {"mode": "fast"}}, r"custom_params\.longdraft\.mode='fast': .*'off'.*'full'"),
+        ({"longdraft": {"budget": 31}}, r"custom_params\.longdraft\.budget=31: .*32"),
+        ({"longdraft": {"refresh": 0}}, r"custom_params\.longdraft\.refresh=0"),
         ({"longdraft": {"mode": ["off"]}}, r"custom_params\.longdraft\.mode=\['off'\]"),
     ],
 )
 def test_bad_requests_are_refused_by_the_fields_full_name(params: Any, pattern: str) -> None:
     assert re.search(pattern, refused(request_settings, params))
+
+
+def test_a_sets_tokens_are_divided_as_said_as_calibrated_or_in_halves(tmp_path: Path) -> None:
+    target, draft = LayerHeads(layer=3, heads=[0]), LayerHeads(layer=1, heads=[2])
+    SparseRecipe(target=target, draft=[draft], lookahead=123, budget=512).save(path := tmp_path / "recipe.json")
+    cases = {None: ({}, 246), "recipe": ({"sparse_recipe": str(path)}, 123), "said": ({"sparse_lookahead": 7}, 7)}
+    for given, lookahead in cases.values():
+        assert ServeSettings(**given).set_budget() == SparseBudget(512, 4, 16, lookahead)
+    other = ServeSettings(sparse_recipe=str(path), sparse_tokens=266, sparse_lookahead=None)
+    assert other.set_budget() == SparseBudget(266, 4, 16, round(123 / 492 * 246))
+    assert ServeSettings(sparse_recipe=str(path), sparse_lookahead=9).set_budget().lookahead == 9
+
+
+def test_sets_are_kept_where_some_mode_wants_them() -> None:
+    assert not ServeSettings().sets and not ServeSettings(allow_lossy=True).sets
+    assert not ServeSettings(mode="exact").sets and not ServeSettings(mode="partial").sparse
+    assert ServeSettings(mode="exact", view_selector="dustin").sets
+    assert not ServeSettings(mode="exact", view_selector="dustin").sparse
+    assert ServeSettings(mode="exact", allow_lossy=True).sets and ServeSettings(mode="exact", allow_lossy=True).sparse

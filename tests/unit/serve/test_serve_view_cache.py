@@ -110,10 +110,15 @@ class CacheCheck:
 
 
 def serve(
-    modes: list[str], behind: bool, selector: str = "mass", drafter: Any = None, **more: Any
+    modes: list[str],
+    behind: bool,
+    selector: str = "mass",
+    drafter: Any = None,
+    target: LlamaTarget | None = None,
+    **more: Any,
 ) -> tuple[list[Any], LlamaTarget, CacheCheck]:
     """Answers to the prompts in these modes, all in one batch."""
-    target, drafter = LlamaTarget(MODEL), drafter or KnownTextDrafter()
+    target, drafter = target or LlamaTarget(MODEL), drafter or KnownTextDrafter()
     given = ServeSettings(
         **{"mode": "exact", "rounds": 2, "confirm_floor": 0.0, "pending": PENDING, "view_selector": selector,
            "view_tokens": 64, "view_sinks": 16, "view_recent": 16, **more}
@@ -121,8 +126,12 @@ def serve(
     chain = 1 if given.self_draft else CHAIN
     step = make_step([], target, drafter, Observer(drafter), given, chain + PENDING, viewed=True)
     assert isinstance(step, ViewStep)
+    if given.sets:
+        recipe = given.recipe()
+        drafter.look_ahead(None if recipe is None else recipe.draft)
+    drafter.bind_pool(target.pool, {})
     keep_views(step, given, target.model_runner, drafter, len(modes), {})
-    target.step, check = step, CacheCheck(step, target, {i + 1: m in VIEWED for i, m in enumerate(modes)})
+    target.step, check = step, CacheCheck(step, target, {i + 1: m in VIEWED - {"sparse"} for i, m in enumerate(modes)})
     reqs = [
         make_request(
             f"r{i}", i + 1, PROMPTS[i], max_new_tokens=NEW, ignore_eos=True, custom_params={"longdraft": {"mode": mode}}

@@ -108,7 +108,7 @@ def test_a_repair_that_fails_ends_no_server() -> None:
 def drafted_columns(length: int, views: ViewState, width: int) -> list[int]:
     table = torch.arange(4 * 300, dtype=torch.int32).view(4, 300)
     running = Running(("a",), torch.tensor([0]), table, torch.tensor([length]), torch.tensor([1]))
-    step = SimpleNamespace(views=views, view_width=width)
+    step = SimpleNamespace(views=views, view_width=width, sparse=None)
     chosen = view_step_module.ViewStep._reading(step, running)  # type: ignore[arg-type]
     pages, count = chosen.read(4, width - 4)
     return pages[0, : int(count)].tolist()

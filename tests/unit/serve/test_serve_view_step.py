@@ -33,12 +33,13 @@ PENDING, CHAIN, VIEW = 10, 5, 8
 class ViewedTarget(MadeUpTarget):
     """Chooses the next token but one wherever a view lacks something, and knows of every slot whether its writer read everything.
 
-    Whoever reads everything must find only slots that such a one wrote; ``dirty`` counts the others.
+    Whoever reads everything must find only slots that such a one wrote; ``dirty`` counts the others, but for ``excused`` rows.
     """
 
     def __init__(self, off: int, **given: Any) -> None:
         super().__init__(**given)
         self.off, self.dirty, self.partial, self.layered = off, 0, 0, 0
+        self.excused: set[int] = set()
         self.exact_S = torch.ones(len(self.place_S), dtype=torch.bool)
 
     def forward_batch_generation(self, batch: None, forward_batch: Any, is_verify: bool) -> Any:
@@ -65,7 +66,7 @@ class ViewedTarget(MadeUpTarget):
             whole = read == length
             self.partial += not whole
             clean = bool(self.exact_S[slots].all())
-            self.dirty += whole and not clean
+            self.dirty += whole and not clean and int(forward_batch.req_pool_indices[b]) not in self.excused
             self.exact_S[own] = whole and clean
             if not whole:
                 position_T = forward_batch.positions[new]
