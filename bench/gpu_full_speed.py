@@ -105,8 +105,8 @@ def write_models(folder: Path) -> dict[str, Path]:
 def launch_command(
     system: str, models: dict[str, Path], context: int, times: Path | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of one system. Behind ours ``-exact`` and ``-partial`` mean these modes, then ``-sync`` without
-    overlap and ``-eager`` also without CUDA graphs.
+    """Command line and environment of one system. Behind ours ``-exact``, ``-partial`` and ``-sparse`` mean these modes, then ``-sync``
+    without overlap and ``-eager`` also without CUDA graphs.
 
     Args:
         system: its name.
@@ -140,6 +140,7 @@ def launch_command(
         own = {"draft_head_tokens": HEAD, "draft_head_counts": str(models["counts"])} if draft == "longdraft" else {}
         own |= {"draft_context": context} if draft == "longdraft-lm-whole" else {}
         views = {} if mode is None else {"mode": mode, "view_tokens": VIEW, "simulate_confirmed_share": CONFIRMED}
+        views |= {"allow_lossy": True} if mode == "sparse" else {}
         settings = json.dumps(own | views | ({} if times is None else {"step_times": str(times)}))
         forced = {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT))}
         return command, forced | {"SGLANG_PLUGINS": "longdraft", "LONGDRAFT_SETTINGS": settings}

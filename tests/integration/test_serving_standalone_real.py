@@ -50,6 +50,8 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         "view_tokens": 192,
         "view_recent": 64,
         "view_sinks": 16,
+        "allow_lossy": True,
+        "sparse_tokens": 96,
     }
     environment = {**STRICT, "LONGDRAFT_SETTINGS": json.dumps(settings)}
     arguments = [*SPECULATIVE[:-1], str(STEPS), "--speculative-draft-model-path", str(draft)]
@@ -94,9 +96,10 @@ def test_an_abort_loses_no_slot(own: ServerProcess, prompts: list[list[int]]) ->
 
 def test_most_of_its_layers_draft_in_every_mode(layers: ServerProcess, prompts: list[list[int]]) -> None:
     plain = tokens(ask(layers, prompts[1], "off"))
-    full, exact, near = (ask(layers, prompts[1], mode) for mode in ("full", "exact", "partial"))
-    assert tokens(full) == tokens(exact) == plain and len(tokens(near)) == len(plain)
-    assert all(counters(a)["partial_verifications"] > 0 for a in (exact, near))
+    full, exact, *near = (ask(layers, prompts[1], mode) for mode in ("full", "exact", "partial", "sparse"))
+    assert tokens(full) == tokens(exact) == plain and [len(tokens(a)) for a in near] == [len(plain)] * 2
+    assert all(counters(a)["partial_verifications"] > 0 for a in (exact, *near))
+    assert counters(near[1])["verified_on_view"] == len(plain) - 1
     assert 0 < counters(full)["accepted"] < counters(full)["drafted"]
     text = layers.log.read_text()
-    assert "Traceback" not in text and "drafter failed" not in text
+    assert "Traceback" not in text and "drafter failed" not in text and "1 layers of the draft look ahead" in text

@@ -113,14 +113,15 @@ def test_requests_that_need_their_text_are_verified_fully(plain: ServerProcess, 
 
 
 SLOTS = 900
-MODES = ["exact", "partial", "full", "off"]
+MODES = ["exact", "partial", "sparse", "full", "off"]
 
 
 @pytest.fixture(scope="module")
 def tight(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """As ``viewed``, with so little memory that requests are retracted, and with refreshes for what views miss."""
     arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(tiny_draft), "--schedule-conservativeness", "0.05"]
-    given = {**STRICT, "LONGDRAFT_SETTINGS": f'{{"mode": "partial", "rounds": 2, "refresh_missed_mass": 0.6, {VIEW}}}'}
+    lossy = '"allow_lossy": true, "sparse_tokens": 48, "refresh_missed_mass": 0.6'
+    given = {**STRICT, "LONGDRAFT_SETTINGS": f'{{"mode": "partial", "rounds": 2, {lossy}, {VIEW}}}'}
     log = tmp_path_factory.mktemp("tight") / "log"
     with ServerProcess(tiny_target, arguments, log, given, SLOTS, overlap=True) as server:
         yield server
@@ -131,12 +132,12 @@ def test_three_hundred_requests_under_retractions_and_aborts_lose_no_slot(
 ) -> None:
     """S3, P11: and what is exact stays so, before a retraction and behind one."""
     prompts = [long_prompt(70, i) for i in range(8)]
-    sampling = [{"temperature": 0, **mode(MODES[i % 4], max_new_tokens=110)} for i in range(8)]
+    sampling = [{"temperature": 0, **mode(MODES[i % 5], max_new_tokens=110)} for i in range(8)]
     together = tight.post("/generate", {"input_ids": prompts, "sampling_params": sampling})  # must run short of memory
     assert sum(a["meta_info"]["num_retractions"] for a in together) > 0, "memory was meant to run short"
     for i, answer in enumerate(together):
-        assert counters(answer)["mode"] == MODES[i % 4] and len(tokens(answer)) == 110
-        if MODES[i % 4] != "partial":
+        assert counters(answer)["mode"] == MODES[i % 5] and len(tokens(answer)) == 110
+        if MODES[i % 5] not in ("partial", "sparse"):
             assert tokens(answer) == tokens(plain.generate(prompts[i], {"max_new_tokens": 110, "ignore_eos": True}))
 
     draw = random.Random(3)
@@ -163,7 +164,7 @@ def test_three_hundred_requests_under_retractions_and_aborts_lose_no_slot(
 
 
 def test_a_server_without_views_refuses_what_needs_one(drafted: ServerProcess) -> None:
-    for name in ("exact", "partial"):
+    for name in ("exact", "partial", "sparse"):
         with pytest.raises(HttpError) as error:
             drafted.generate(KNOWN[0], mode(name))
         assert error.value.status == 400
