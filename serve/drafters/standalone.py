@@ -18,7 +18,6 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from longdraft.draft_models.sparse_recipe import LayerHeads
-from longdraft.errors import UserError
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.transfer import to_device
 from longdraft.serve.cache_format import UNSCALED, Scales
@@ -26,6 +25,7 @@ from longdraft.serve.draft_lm import DraftLM
 from longdraft.serve.drafters.base import Drafter, DraftRequest, Lookahead, Pick
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
 from longdraft.serve.drafters.latest_tokens import LatestTokens
+from longdraft.serve.drafters.looked import wanted_heads
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
 from longdraft.serve.tokens import Tokens
@@ -94,29 +94,18 @@ class StandaloneDrafter(Drafter):
             self.runner.capture(GREEDY)
 
     def look_ahead(self, wanted: Sequence[LayerHeads] | None) -> int:
-        layers = self.model.layers
-        if wanted is None:  # until a calibration says better
-            self.wanted = [(layers[len(layers) * 2 // 3], None)]
+        """Without a calibration one layer looks ahead, two thirds up: all of them would cost as much as they are many."""
+        have = {layer.layer_id: layer for layer in self.model.layers}
+        if wanted is None:
+            default = self.model.layers[len(have) * 2 // 3]
+            self.wanted = [(default, tuple(range(default.tp_q_head_num)))]
         else:
-            self.wanted = [(self._layer(each), tuple(each.heads)) for each in wanted]
+            heads = {number: layer.tp_q_head_num for number, layer in have.items()}
+            self.wanted = [(have[layer], own) for layer, own in wanted_heads(wanted, "the draft", heads)]
         for layer, _ in self.wanted:
             shape = self.max_requests, self.steps, layer.tp_q_head_num, layer.head_dim
             self.model.tap.keep(layer.layer_id, shape, self.model.dtype, self.model.device)
         return len(self.wanted)
-
-    def _layer(self, wanted: LayerHeads) -> Any:
-        """A layer of the draft with these heads; raises :class:`UserError` where it has none."""
-        found = next((layer for layer in self.model.layers if layer.layer_id == wanted.layer), None)
-        if found is None:
-            raise UserError(
-                f"layer={wanted.layer} of the lookahead: the draft has {len(self.model.layers)} layers: calibrate this draft"
-            )
-        if max(wanted.heads) >= found.tp_q_head_num:
-            raise UserError(
-                f"heads={wanted.heads} of the lookahead's layer {wanted.layer}: the draft has {found.tp_q_head_num} heads: calibrate "
-                "this draft"
-            )
-        return found
 
     def lookahead(self, running: Running) -> list[Lookahead]:
         count, scales = len(running.row_B), self.model.scales

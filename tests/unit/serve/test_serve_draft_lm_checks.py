@@ -127,6 +127,18 @@ def test_layers_that_our_attention_does_not_compute_are_refused(draft: Path, tmp
     assert "the draft Qwen3ForCausalLM has sliding-window layers" in refused(sliding, arguments(draft))
 
 
+def test_a_calibration_of_another_draft_is_refused(draft: Path, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    settings = {"mode": "sparse", "allow_lossy": True, "sparse_recipe": str(path)}
+    for layer, said in ((1, None), (40, "draft layer 40 is none of the draft model's")):
+        own = LayerHeads(layer=layer, heads=[0])
+        SparseRecipe(target=LayerHeads(layer=0, heads=[0]), draft=[own], lookahead=100).save(path)
+        if said is None:
+            check_draft_lm(arguments(draft), ServeSettings(**settings), str(draft))
+        else:
+            assert said in refused(draft, arguments(draft), **settings)
+
+
 def test_a_folder_without_a_tokenizer_is_refused(draft: Path, tmp_path: Path) -> None:
     bare = changed(draft, tmp_path / "bare")
     for file in bare.glob("*token*"):
