@@ -37,6 +37,7 @@ LM_STEPS = 4
 ACCEPT = 4.0
 WINDOW = 4096
 CASES = {"b1_c32k": (1, 32_000), "b16_c32k": (16, 32_000), "b1_c125k": (1, 125_000)}
+MORE_CASES = {"b1_c8k": (1, 8_000), "b16_c8k": (16, 8_000)}  # what a mode whose time should not grow is compared with
 VIEW = 4096  # tokens of a view, chosen anew behind every full verification
 FIRST = 2  # steps of a batch that are not counted
 CONFIRMED = 0.95  # chance of a token of a partial round to be confirmed
@@ -234,8 +235,10 @@ def main() -> int:
     parser.add_argument("--models", type=Path, default=Path("/tmp/longdraft-models"))
     parser.add_argument("--logs", type=Path, default=Path("/tmp/longdraft-logs"))
     parser.add_argument("--step-times", type=Path, help="folder for our servers' phase times, for bench.step_times")
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, *MORE_CASES], default=list(CASES))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    cases = CASES | MORE_CASES
     models = write_models(args.models)
     figures: dict[str, float] = {}
     checks: dict[str, bool] = {}
@@ -248,7 +251,7 @@ def main() -> int:
         log = args.logs / f"{system}.log"
         try:
             with Server(system, command, log, environment) as server:
-                for case, (batch, context) in CASES.items():
+                for case, (batch, context) in ((name, cases[name]) for name in args.cases):
                     marks = list[int]()
                     found = measure(server, batch, context, partial(mark, marks, times))
                     if times and times.exists():
