@@ -44,6 +44,8 @@ class Calibration:
         if (out := Path(settings.out)).exists():
             raise UserError(f"out={settings.out!r} is there already: give another out, or remove it")
         self.began, self.out = time.monotonic(), out
+        if settings.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("device='cuda', but PyTorch sees no GPU: use auto or cpu")
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(auto if settings.device == "auto" else settings.device)
         self.tokenizer = load_tokenizer(settings.target)
@@ -52,8 +54,10 @@ class Calibration:
         self.draft = None
         if settings.draft is not None:
             self.draft = load_lookahead(settings.draft, settings.target, self.target, self.tokenizer)
+        self.prompter = Prompter(self.tokenizer, settings.needles.chat)
         self.texts, self.corpus = self._read_documents()
         self._check_room()
+        self._check_documents()
         facts = {
             "documents.sha256": [source.fingerprint for source in self.corpus.sources],
             "target.weights": weights_fingerprint(settings.target.path),
@@ -61,7 +65,6 @@ class Calibration:
             "device": device.type,
         }
         self.state = State(out.with_name(f"{out.name}.work"), redact(settings.identity(facts)))
-        self.prompter = Prompter(self.tokenizer, settings.needles.chat)
 
     def _read_documents(self) -> tuple[list[list[int]], Corpus]:
         """Tokens of all documents in a seeded order."""
@@ -79,6 +82,36 @@ class Calibration:
             )
         if (end := self._windows.end) > most:
             raise UserError(f"traces.tokens={traces.tokens} and its windows reach {end} of {most} positions: lower it")
+        wanted, reach = (
+            max(end, max(needles.lengths) + needles.new_tokens),
+            None if self.draft is None else self.draft.reach,
+        )
+        if reach is not None and wanted > reach:
+            raise UserError(
+                f"draft={self.settings.draft!r} has {reach} positions, needles and traces reach {wanted}: lower "
+                "needles.lengths and traces.tokens, or give another draft"
+            )
+
+    def _check_documents(self) -> None:
+        """What would else be missed only once the needles are found, which no other settings could go on from."""
+        needles, least, hay = self.settings.needles, min(self.settings.needles.lengths), self._haystacks()[0]
+        for needle in NEEDLES[: needles.count]:
+            self.prompter.hide(needle, hay, 0.0, least)
+        if not any(len(ids) >= self._traced_tokens for ids in self.texts):
+            raise UserError(
+                f"traces.tokens={self.settings.traces.tokens}: no document has the {self._traced_tokens:,} tokens that are traced: "
+                "lower it"
+            )
+
+    def _haystacks(self) -> list[list[int]]:
+        needles = self.settings.needles
+        return haystacks(self.texts, needles.haystacks, max(needles.lengths), self.tokenizer.bos_token_id)
+
+    @property
+    def _traced_tokens(self) -> int:
+        """That a document needs."""
+        windows = self._windows
+        return windows.first if self.settings.traces.continuation == "own" else windows.end
 
     @property
     def _windows(self) -> Windows:
@@ -134,7 +167,7 @@ class Calibration:
         """Ask what is left to ask in one way; a row for each answer, in order."""
         rows: list[dict[str, Any]] = self.state.values.setdefault(f"{way} answers", [])
         needles = self.settings.needles
-        hay = haystacks(self.texts, needles.haystacks, max(needles.lengths), self.tokenizer.bos_token_id)
+        hay = self._haystacks()
         count = len(needles.lengths) * needles.depths * needles.haystacks * needles.count
         how = Asking(needles.new_tokens, needles.recall, needles.rule, end_tokens(self.model, self.tokenizer))
         for trial in islice(trials(needles, self.prompter, hay), len(rows), None):
@@ -165,7 +198,7 @@ class Calibration:
     def _traced_ids(self, ids: list[int]) -> list[int] | None:
         """A text as it is traced, as it is or as the target continues it; None where it is too short or loops."""
         windows, own = self._windows, self.settings.traces.continuation == "own"
-        if len(ids) < (windows.first if own else windows.end):
+        if len(ids) < self._traced_tokens:
             return None
         return own_text(self.model, ids[: windows.first], windows.end - windows.first) if own else ids[: windows.end]
 
@@ -186,8 +219,7 @@ class Calibration:
             self.state.save()
         if not done:
             raise UserError(
-                f"traces.tokens={self.settings.traces.tokens}: no document has the {self._windows.end:,} tokens that are traced (or "
-                "every own continuation loops): lower it"
+                "traces.continuation='own': every own continuation loops: trace the texts as they are, or give other documents"
             )
         return [Trace.load(self._trace_file(number)) for number in done]
 

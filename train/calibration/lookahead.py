@@ -16,6 +16,7 @@ import torch
 from longdraft.draft_models.attention_rows import grouped_scores
 from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.eagle3_chain import propose_eagle3_chain
+from longdraft.draft_models.eagle3_config import rope_reach
 from longdraft.draft_models.feature_state import FeatureState
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.kernels.packed_attention import packed_causal_attention
@@ -23,10 +24,15 @@ from longdraft.train.calibration.reading import Reading, See
 
 
 class Lookahead(ABC):
-    """A draft beside a target. ``layers`` are its layers by the numbers that serving gives them, ``heads`` query heads of each."""
+    """A draft beside a target.
+
+    ``layers`` are its layers by the numbers that serving gives them, ``heads`` query heads of each, ``reach`` positions that it has
+    (None: as many as the target).
+    """
 
     layers: list[int]
     heads: int
+    reach: int | None = None
     aux_layers: Sequence[int] = ()  # of the target, whose outputs it reads
 
     @abstractmethod
@@ -56,6 +62,7 @@ class StandaloneLookahead(Lookahead):
         self.model = model
         self.layers = list(range(model.config.num_hidden_layers))
         self.heads = model.config.num_attention_heads
+        self.reach = model.config.max_position_embeddings
 
     def look(self, text: Reading, starts: Sequence[int], steps: int, see: See) -> None:
         begin, end, keys = starts[0], starts[-1] + steps, starts[-1]
@@ -122,6 +129,7 @@ class Eagle3Lookahead(Lookahead):
     def __init__(self, draft: Eagle3Draft) -> None:
         self.draft, self.aux_layers = draft, draft.config.aux_layers
         self.layers, self.heads = [0], draft.config.num_heads
+        self.reach = min(rope_reach(draft.config.rope) or draft.config.max_position, draft.config.max_position)
 
     @torch.no_grad()
     def look(self, text: Reading, starts: Sequence[int], steps: int, see: See) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from calibration_case import small_words, write_documents, write_drafts
 
 from longdraft import cli
@@ -205,6 +206,39 @@ def test_what_does_not_fit_is_refused_in_one_line(
     assert error.startswith("error: ") and message in error
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--traces.tokens", "4000"], "no document has the 4,016 tokens"),
+        (["--traces.tokens", "4000", "--traces.continuation", "own"], "no document has the 4,000 tokens"),
+        (["--needles.lengths", "[360, 90]"], "needles.lengths=90: question and needle alone take"),
+    ],
+)
+def test_what_does_not_fit_the_documents_is_said_before_any_question(
+    change: list[str], message: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run cannot go on with other settings, so what it had found until then would be lost."""
+    assert cli.main(["calibrate", *words, *change]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "needle 1 of" not in error and not (tmp_path / "recipe.json.work").exists()
+
+
+def test_a_draft_of_fewer_positions_is_refused(
+    words: list[str], drafts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(drafts["model"], tmp_path / "short")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 363}))
+    assert cli.main(["calibrate", *words, "--draft", str(copy)]) == 2
+    assert "has 363 positions, needles and traces reach 364: lower" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["calibrate", *words, "--device", "cuda"]) == 2
+    assert "error: device='cuda', but PyTorch sees no GPU: use auto or cpu" in capsys.readouterr().err
+
+
 def test_a_model_with_another_vocabulary_is_refused(
     words: list[str], drafts: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,7 +253,7 @@ def test_traces_are_kept_whole(tmp_path: Path, documents: Path) -> None:
     """A text without a draft has no lookahead layers, which a file must hold too."""
     settings = CalibrateSettings(
         out=str(tmp_path / "r"), target=TargetSettings(path="tiny-random:llama"), documents=str(documents),
-        traces={"tokens": 60, "windows": 2}, search={"budget": 50}, needles={"lengths": [200], "haystacks": 1},
+        traces={"tokens": 60, "windows": 2}, search={"budget": 50}, needles={"lengths": [240], "haystacks": 1},
     )  # fmt: skip
     calibration = Calibration(settings, [], lambda text: None)
     (trace, *rest) = calibration._traces({"target": [[0], [1, 3]]})
