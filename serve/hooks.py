@@ -19,7 +19,7 @@ from longdraft.kernels.prefix_attention import gather_slots
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.checks import exit_on_user_error
 from longdraft.serve.draft_lm_checks import check_draft_folder
-from longdraft.serve.request_checks import check_logprob_start, check_sampling_params
+from longdraft.serve.request_checks import check_logprob_start, check_prompt, check_sampling_params
 from longdraft.serve.spec_inputs import VerifyInput
 
 
@@ -31,6 +31,11 @@ def check_request(self: Any, vocab_size: int) -> None:
 def check_logprobs(self: Any) -> None:
     """The same for a start of prompt logprobs that the scheduler asserts on."""
     check_logprob_start(self.logprob_start_len)
+
+
+def check_ids(self: Any, obj: Any, input_text: Any, input_ids: Any, *args: Any, **kwargs: Any) -> None:
+    """The same for a prompt's tokens, which SGLang has a check for and does not call."""
+    check_prompt(input_ids, self.model_config.vocab_size)
 
 
 def early_arguments(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -190,6 +195,7 @@ HOOKS: list[tuple[str, Any, HookType]] = [
         check_logprobs,
         HookType.BEFORE,
     ),
+    ("sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object", check_ids, HookType.BEFORE),
     ("sglang.srt.server_args.ServerArgs._handle_missing_default_values", early_arguments, HookType.BEFORE),
     (
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",

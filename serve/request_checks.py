@@ -1,4 +1,6 @@
-"""What a request may hold: the wrong type of a sampling parameter is HTTP 400 in the front end; in the scheduler it would end the server."""
+"""What a request may hold: a token that is none and a sampling parameter of the wrong type are HTTP 400 in the front end; in the scheduler
+they would end the server.
+"""
 
 import math
 from collections.abc import Mapping
@@ -96,6 +98,25 @@ def check_logprob_start(start: Any) -> None:
     for value in start if isinstance(start, list) else [start]:
         if value is not None and value < -1:
             raise UserError(f"logprob_start_len must be -1 (no prompt logprobs) or more, got {value}")
+
+
+def check_prompt(ids: Any, vocab: int) -> None:
+    """Check a prompt's tokens, which the target's embedding is indexed with.
+
+    Args:
+        ids: of one request; None where it has none.
+        vocab: tokens of the target.
+
+    Raises:
+        UserError: the first that is no integer, or none of the vocabulary.
+    """
+    for token in ids or ():
+        if type(token) is int and 0 <= token < vocab:  # a prompt may be long
+            continue
+        if not _is_integer(token):
+            raise UserError(f"input_ids must hold integers, got {type(token).__name__} {token!r}")
+        if not 0 <= token < vocab:
+            raise UserError(f"input_ids must be 0 to {vocab - 1}, the target's vocabulary, got {token}")
 
 
 def _is_integer(value: Any) -> bool:

@@ -280,6 +280,15 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.parametrize("token", [1 << 20, -1, 1 << 70], ids=str)
+def test_a_prompt_of_no_tokens_is_http_400(drafted: ServerProcess, token: int) -> None:
+    """SGLang's target indexes its embedding with it, and the scheduler ends."""
+    with pytest.raises(HttpError) as error:
+        drafted.generate([5, token])
+    assert error.value.status == 400 and "input_ids must be 0 to" in error.value.text and drafted.alive
+    assert len(tokens(drafted.generate([5, 6]))) == 32
+
+
 @pytest.mark.parametrize(("custom", "field"), BAD, ids=str)
 def test_bad_custom_params_are_http_400(drafted: ServerProcess, custom: Any, field: str) -> None:
     with pytest.raises(HttpError) as error:

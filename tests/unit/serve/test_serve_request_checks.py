@@ -3,10 +3,16 @@
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from longdraft.errors import UserError
-from longdraft.serve.request_checks import check_logprob_start, check_own, check_sampling_params
+from longdraft.serve.request_checks import (
+    check_logprob_start,
+    check_own,
+    check_prompt,
+    check_sampling_params,
+)
 from longdraft.serve.settings import RequestSettings, ServeSettings
 
 
@@ -94,3 +100,17 @@ def test_what_a_server_does_not_have_is_refused(server: dict[str, Any], own: dic
 )
 def test_what_a_server_has_passes(server: dict[str, Any], own: dict[str, Any]) -> None:
     check_own(RequestSettings(**own), ServeSettings(**server))
+
+
+def test_a_prompt_holds_tokens_of_the_vocabulary() -> None:
+    for ids in (None, [], [0, 99], torch.tensor([5]).numpy()):
+        check_prompt(ids if ids is None else list(ids), 100)
+    for ids, told in (
+        ([3, 100], "0 to 99"),
+        ([-1], "got -1"),
+        (["3"], "got str '3'"),
+        ([1.5], "got float 1.5"),
+        ([True], "bool"),
+    ):
+        with pytest.raises(UserError, match=f"input_ids must .*{told}"):
+            check_prompt(ids, 100)
