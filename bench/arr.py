@@ -16,7 +16,6 @@ Legend: S layers, W verifications, N tokens.
 """
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -28,14 +27,15 @@ import torch
 
 from longdraft.bench.arr_figures import draw
 from longdraft.bench.arr_kl import kl_points, pearson
-from longdraft.bench.record import make_record, write_record
+from longdraft.bench.record import check_record, make_record, write_record
 from longdraft.draft_models.sparse_recipe import PROTECTED, SparseRecipe
 from longdraft.errors import UserError
 from longdraft.train.calibration.pair import load_lookahead, load_looked_at
 from longdraft.train.calibration.recovery import SINKS, Split, choose_sets, oracle_sets, recovery, valid
 from longdraft.train.calibration.search import lookahead_values
 from longdraft.train.calibration.traces import Trace, Tracer, Windows, own_text
-from longdraft.train.config import TargetSettings
+from longdraft.train.config import DataSettings, TargetSettings
+from longdraft.train.documents import JsonlRows
 from longdraft.train.target import load_tokenizer
 
 CLOSE = 1e-4  # sums of float32 that are equal
@@ -163,13 +163,19 @@ def read_texts(path: Path, tokenizer: Any, least: int, count: int) -> list[list[
     """Tokens of the first documents of a JSONL file that have as many as are needed.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, no such file, or a line that holds no text.
     """
+    rows = JsonlRows(str(path), DataSettings(train=str(path)))
     texts: list[list[int]] = []
-    for line in path.read_text().splitlines():
-        ids = list(tokenizer(json.loads(line)["text"], verbose=False).input_ids)
-        if len(ids) >= least and len(texts) < count:
+    for number in range(len(rows)):
+        row, where = rows.row(number)
+        if not isinstance(row.get("text"), str):
+            raise UserError(f"{where}: has no text: give a string under 'text'")
+        ids = list(tokenizer(row["text"], verbose=False).input_ids)
+        if len(ids) >= least:
             texts.append(ids)
+        if len(texts) == count:
+            break
     if not texts:
         raise UserError(f"{path} has no document of {least:,} tokens: lower --tokens")
     return texts
@@ -203,8 +209,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if 1 not in args.lags or min(args.lags) < 1 or max(args.lags) > args.tokens:
         parser.error(f"--lags {args.lags}: name 1 and others up to --tokens")
-    if args.kl_points == 1:
-        parser.error("--kl-points 1: a correlation needs 2 or more")
+    for name in ("count", "windows", "window", "split_step", "kl_rows"):
+        if (value := getattr(args, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: give 1 or more")
+    if args.kl_points == 1 or args.kl_points < 0:
+        parser.error(f"--kl-points {args.kl_points}: a correlation needs 2 or more, 0 leaves it out")
     if min(args.budgets) <= PROTECTED or args.kl_budget <= PROTECTED:
         parser.error(f"a budget counts {PROTECTED} tokens of sinks and window: give more than that")
     return args
@@ -222,6 +231,7 @@ def settings_of(args: argparse.Namespace, recipe: SparseRecipe) -> dict[str, Any
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write one record and, where asked, draw it; 1 where a check fails."""
     args = parse(argv)
+    check_record(args.record)
     recipe = SparseRecipe.load(args.recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = TargetSettings(path=args.target, dtype=args.dtype)

@@ -128,7 +128,7 @@ def sweep(shape: Shape, dtype: str, page_size: int, copy: float) -> None:
     print(f"{shape} {dtype}: chosen {found.get(first, 0.0):.1%}, best {found[best]:.1%} {best}", flush=True)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure, check, print, write one record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=Shape.parse, nargs="+", default=[Shape.parse(x) for x in SHAPES])
@@ -136,7 +136,7 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
     parser.add_argument("--sweep", action="store_true", help="try other tiles of the kernel instead; writes no record")
     parser.add_argument("--out", type=Path, default=Path("block_lse.json"))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("error: block scores are measured on a GPU, and there is none", file=sys.stderr)
         return 2

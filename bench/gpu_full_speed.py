@@ -228,7 +228,7 @@ def record(path: Path, figures: dict[str, float], checks: dict[str, bool]) -> No
     write_record(make_record("full_mode_speed", settings, figures, checks), path)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure the systems one after the other on the same prompts and write one record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--systems", default="longdraft,eagle3,eagle3-window,plain")
@@ -237,7 +237,7 @@ def main() -> int:
     parser.add_argument("--step-times", type=Path, help="folder for our servers' phase times, for bench.step_times")
     parser.add_argument("--cases", nargs="+", choices=[*CASES, *MORE_CASES], default=list(CASES))
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     cases = CASES | MORE_CASES
     models = write_models(args.models)
     figures: dict[str, float] = {}

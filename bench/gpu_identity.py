@@ -110,7 +110,7 @@ def compare(plain: Server, drafted: Server, tokenizer: Any, asked: list[Prompt])
     return rows
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Serve plain and drafted, compare, write one record."""
     from transformers import AutoTokenizer
 
@@ -119,7 +119,7 @@ def main() -> int:
     parser.add_argument("--draft", default="", help="LongSpec draft folder; empty: lookup only")
     parser.add_argument("--logs", type=Path, default=Path("/tmp/longdraft-logs"))
     parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     asked = prompts()
     name, limit = ("longspec" if args.draft else "lookup"), bf16_step(16.0)

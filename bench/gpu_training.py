@@ -156,7 +156,7 @@ def write(out: Path, done: list[dict[str, Any]], shape: str) -> None:
     write_record(record, out)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure until the trials or the seconds run out; the record is rewritten after every trial."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -168,7 +168,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--only", default="", help="names of trials that contain one of these words, comma-separated")
     parser.add_argument("--list", action="store_true", help="print the trials' names and stop")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     begin = time.perf_counter()
     words = args.only.split(",")
     queue = [job for job in trials(args.shape, args.device) if any(word in job.name for word in words)]

@@ -164,7 +164,7 @@ def errors(case: Verification, found: dict[str, Callable[[int], torch.Tensor]]) 
     return {name: float((attend(0).double() - want).norm() / want.norm()) for name, attend in found.items()}
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure, check, print, write one record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--context", type=int, default=32768)
@@ -172,7 +172,7 @@ def main() -> int:
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--backends", nargs="+", choices=GRAPHED, default=GRAPHED)
     parser.add_argument("--out", type=Path, default=Path("longspec_latency.json"))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("error: the latency of tree attention is measured on a GPU, and there is none", file=sys.stderr)
         return 2

@@ -3,6 +3,7 @@
 Writes the tables between ``<!-- table NAME -->`` and ``<!-- end -->`` from the records in bench/results/, so that no figure is typed.
 """
 
+import argparse
 import json
 import re
 import sys
@@ -202,9 +203,13 @@ def fill(text: str) -> str:
     )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Fill the file that is named on the command line."""
-    path = Path(sys.argv[1] if len(sys.argv) > 1 else "README.md")
+    parser = argparse.ArgumentParser(prog="longdraft bench readme_tables", description=(__doc__ or "").split("\n")[2])
+    parser.add_argument("file", nargs="?", type=Path, default=Path("README.md"))
+    path = parser.parse_args(argv).file
+    if not path.is_file():
+        parser.error(f"{path} is no file: give one with tables to fill")
     path.write_text(fill(path.read_text()))
     return 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.bench.provenance import device_name, git_commit, versions
+from longdraft.errors import UserError
 
 
 def make_record(
@@ -30,6 +31,20 @@ def make_record(
         "checks": checks,
         **more,
     }
+
+
+def check_record(path: Path) -> None:
+    """Make a record's folder, before what the record is to hold takes its time.
+
+    Raises:
+        UserError: that cannot be done, or the record's name is a folder's.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"record {str(path)!r} cannot be written ({error.strerror}): give another file") from None
+    if path.is_dir():
+        raise UserError(f"record {str(path)!r} is a folder: give a file")
 
 
 def write_record(record: dict[str, Any], path: Path) -> None:

@@ -9,6 +9,7 @@ with a real vocabulary map: otherwise three rows of four would be dropped by bot
 Legend: S rows of a document, E hidden size, V target vocabulary, N draft vocabulary.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -213,13 +214,30 @@ def write_features(work: Path, shape: Shape, length: int, rows: str, copies: int
         link.symlink_to("sample-0000.ckpt")
 
 
-def main() -> int:
+def job_arguments(doc: str | None, argv: list[str] | None) -> tuple[Path, Path, Job]:
+    """``WORK EVENTS JOB`` of a side's command line."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    parser.add_argument("work", type=Path, help="folder of training_files")
+    parser.add_argument("events", type=Path, help="file to write")
+    parser.add_argument("job", type=json.loads, help="settings, a JSON object")
+    args = parser.parse_args(argv)
+    return args.work, args.events, Job(**args.job)
+
+
+def main(argv: list[str] | None = None) -> int:
     """``python -m longdraft.bench.training_files WORK SHAPE DEVICE COPIES LENGTH:ROWS ...``: write what is not there yet."""
-    work, shape, device, copies = Path(sys.argv[1]), SHAPES[sys.argv[2]], sys.argv[3], int(sys.argv[4])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("work", type=Path)
+    parser.add_argument("shape", choices=list(SHAPES))
+    parser.add_argument("device", choices=("cpu", "cuda"))
+    parser.add_argument("copies", type=int)
+    parser.add_argument("lengths", nargs="*", metavar="LENGTH:ROWS")
+    args = parser.parse_args(argv)
+    work, shape, device, copies = args.work, SHAPES[args.shape], args.device, args.copies
     if not (work / "complete").exists():
         write_models(work, shape, device)
         (work / "complete").touch()
-    for word in sys.argv[5:]:
+    for word in args.lengths:
         length, rows = word.split(":")
         if not (feature_folder(work, int(length), rows) / f"sample-{copies - 1:04d}.ckpt").exists():
             write_features(work, shape, int(length), rows, copies, device)

@@ -7,7 +7,6 @@ and nothing is read but token ids, which SpecForge 0.2.0 does only with a server
 Legend: T rows, E hidden size, A three times E, V target vocabulary.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from longdraft.bench.training_files import SHAPES, Job, Shape, feature_folder, vocabulary
+from longdraft.bench.training_files import SHAPES, Job, Shape, feature_folder, job_arguments, vocabulary
 from longdraft.bench.training_meter import Meter
 from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.eagle3_config import Eagle3Config, Eagle3Settings
@@ -139,9 +138,9 @@ def train(work: Path, job: Job, meter: Meter) -> None:
         del moved, out
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Train as the job says; everything that is known goes to the events file."""
-    work, events, job = Path(sys.argv[1]), Path(sys.argv[2]), Job(**json.loads(sys.argv[3]))
+    work, events, job = job_arguments(__doc__, argv)
     meter = Meter(events, job.warmup)
     try:
         train(work, job, meter)

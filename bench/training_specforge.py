@@ -7,7 +7,6 @@ EAGLE-3 training does not call (``wandb``, ``datasets``) are empty stand-ins whe
 """
 
 import importlib.util
-import json
 import os
 import socket
 import sys
@@ -15,7 +14,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from longdraft.bench.training_files import Job, feature_folder
+from longdraft.bench.training_files import Job, feature_folder, job_arguments
 from longdraft.bench.training_meter import Meter
 
 STAND_INS = {"wandb": (), "datasets": ("Dataset", "IterableDataset", "load_dataset", "load_from_disk")}
@@ -91,9 +90,9 @@ def watch(meter: Meter) -> None:
     trainer.Trainer.save_checkpoint = lambda self: None
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Train as the job says; everything that is known goes to the events file."""
-    work, events, job = Path(sys.argv[1]), Path(sys.argv[2]), Job(**json.loads(sys.argv[3]))
+    work, events, job = job_arguments(__doc__, argv)
     prepare_environment(job.device)
     meter = Meter(events, job.warmup)
     try:

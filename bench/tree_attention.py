@@ -139,12 +139,12 @@ def bench_shape(shape: Shape, copy: float) -> tuple[dict[str, float], dict[str, 
     return figures, checks
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure, check, print, write one record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=Shape.parse, nargs="+", default=[Shape.parse(x) for x in SHAPES])
     parser.add_argument("--out", type=Path, default=Path("tree_attention.json"))
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("error: tree attention is measured on a GPU, and there is none", file=sys.stderr)
         return 2

@@ -204,6 +204,40 @@ def test_what_does_not_fit_is_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (None, "cannot be read (No such file"),
+        ("a text", "texts.jsonl:2: not valid JSON"),
+        ("[1]", "texts.jsonl:2: holds a list"),
+        ('{"words": "a"}', "texts.jsonl:2: text is NoneType"),
+        ('{"input_ids": [1, 2], "supervised_from": 1}', "texts.jsonl:2: has no text"),
+    ],
+)
+def test_documents_that_hold_no_text_are_named(
+    line: str | None, message: str, pair: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(pair["documents"])
+    if line is None:
+        path.unlink()
+    else:
+        first, _, *rest = path.read_text().splitlines()
+        path.write_text("\n".join([first, line, *rest]))
+    assert cli.main(["bench", "arr", *words_of(pair)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_record_that_cannot_be_written_is_said_first(
+    pair: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for record, told in (
+        (f"{pair['recipe']}/r.json", "cannot be written"),
+        (pair["draft"], "is a folder: give a file"),
+    ):
+        assert cli.main(["bench", "arr", *words_of({**pair, "record": record, "target": "nowhere"})]) == 2
+        assert f"error: record {record!r} {told}" in capsys.readouterr().err
+
+
 def test_a_recipe_without_the_heads_of_all_layers_is_refused(
     pair: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,7 +299,13 @@ def test_nothing_to_draw_draws_nothing(tmp_path: Path) -> None:
     assert [path.name for path in draw([record], tmp_path)] == ["arr_history.png", "arr_layers.png"]
 
 
-@pytest.mark.parametrize("more", [["--lags", "2"], ["--budgets", "20"], ["--kl-points", "1"], ["--kl-budget", "20"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--lags", "2"], ["--budgets", "20"], ["--kl-points", "1"], ["--kl-points", "-2"], ["--kl-budget", "20"],
+        ["--count", "0"], ["--windows", "0"], ["--window", "0"], ["--split-step", "0"], ["--kl-rows", "0"],
+    ],
+)  # fmt: skip
 def test_what_cannot_be_measured_is_refused(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["bench", "arr", "--target", "t", "--recipe", "r", "--documents", "d", "--record", "x", *more])

@@ -92,6 +92,13 @@ def test_every_command_has_help_that_starts_nothing(command: str, capsys: pytest
     assert status == 0 and said.startswith(f"usage: longdraft {command}")
 
 
+@pytest.mark.parametrize("name", sorted(cli.runnable_benchmarks()))
+def test_every_benchmark_takes_its_options_from_the_command_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["bench", name, "--help"])
+    assert end.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
+
+
 def test_benchmarks_are_told_by_what_they_do() -> None:
     found = cli.runnable_benchmarks()
     assert not [text for text in found.values() if "python -m" in text]
