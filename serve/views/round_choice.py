@@ -14,6 +14,7 @@ SURE = 2  # cycles after which a number of rounds counts as timed
 MOST = 64  # rounds that are thought about
 TRIED = 32  # cycles after which a neighbour of the best number is tried
 OUTLIER = 4.0  # times what was expected: something else ran
+ODD = 3  # outliers in a row after which it was the expectation that was wrong
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class RoundChoice:
         self.read, self.gain, self.max_ms = read, gain, max_ms
         self.ms: dict[tuple[int, int], float] = {}  # of a cycle per byte, by requests and rounds
         self.times: dict[tuple[int, int], int] = {}  # that it was timed
+        self.odd: dict[tuple[int, int], int] = {}  # outliers since the last time that was none
         self.picks = 0
 
     def bytes(self, rounds: int, lengths: Sequence[int]) -> float:
@@ -105,8 +107,9 @@ class RoundChoice:
         """A cycle took so long."""
         key, seen = (len(lengths), rounds), ms / self.bytes(rounds, lengths)
         before, times = self.ms.get(key), self.times.get(key, 0)
-        if before is None:
-            self.ms[key] = seen
-        elif seen < OUTLIER * before:
+        odd = self.odd[key] = 0 if before is None or seen < OUTLIER * before else self.odd.get(key, 0) + 1
+        if before is None or odd == ODD:
+            self.ms[key], self.odd[key] = seen, 0
+        elif not odd:
             self.ms[key] = before + max(BLEND, 1 / (times + 1)) * (seen - before)
         self.times[key] = times + 1

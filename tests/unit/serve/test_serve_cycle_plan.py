@@ -6,7 +6,7 @@ import pytest
 
 from longdraft.serve.settings import LONGEST_REFRESH, ServeSettings
 from longdraft.serve.views.cycle_plan import FULL, PARTIAL, PAUSE, REPAIRED, CyclePlanner, Ledger
-from longdraft.serve.views.round_choice import OUTLIER, TRIED, Bytes, RoundChoice, expected
+from longdraft.serve.views.round_choice import ODD, OUTLIER, TRIED, Bytes, RoundChoice, expected
 
 GIB = 2.0**30
 LLAMA_8B = Bytes(16 * GIB, 3.5 * GIB, 2.0**17, 4200, 5e9)
@@ -52,6 +52,18 @@ def test_what_was_timed_takes_the_place_of_the_guess() -> None:
     assert choice.cost(3, lengths) == pytest.approx(400)
     other = [32_000] * 8
     assert choice.cost(3, other) == choice.bytes(3, other), "another batch is another matter"
+
+
+def test_a_first_cycle_that_seemed_short_is_not_believed_for_ever() -> None:
+    """Two cycles that the host processed one right behind the other: every true time is an outlier of that."""
+    choice, lengths = RoundChoice(LLAMA_8B, gain=4.0), [32_000] * 16
+    choice.timed(0.2, 5, lengths)
+    for _ in range(ODD):
+        choice.timed(60.0, 5, lengths)
+    assert choice.cost(5, lengths) == pytest.approx(60.0)
+    for ms in (60.0 * OUTLIER * 2, 60.0, 60.0 * OUTLIER * 2, 60.0 * OUTLIER * 2, 60.0):  # not in a row
+        choice.timed(ms, 5, lengths)
+    assert choice.cost(5, lengths) == pytest.approx(60.0)
 
 
 def test_neighbours_are_tried_now_and_then() -> None:
