@@ -19,7 +19,8 @@ from longdraft.serve.settings import (
     request_settings,
 )
 
-INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "sampling_seed")
+INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "sampling_seed", "stream_interval")
+SWITCHES = ("skip_special_tokens", "spaces_between_special_tokens")  # which a tokenizer takes as they are
 
 
 def check_sampling_params(params: Any, vocab: int) -> None:
@@ -30,7 +31,7 @@ def check_sampling_params(params: Any, vocab: int) -> None:
         vocab: tokens of the target.
 
     Raises:
-        UserError: ``custom_params``, an integer, a stop token or a logit bias that is none, with its name.
+        UserError: ``custom_params``, an integer, a switch, a stop token or a logit bias that is none, with its name.
     """
     if (own := request_settings(params.custom_params)) != RequestSettings():
         check_own(own, read_environment())
@@ -40,6 +41,9 @@ def check_sampling_params(params: Any, vocab: int) -> None:
             raise UserError(f"{name} must be an integer, got {type(value).__name__} {value!r}")
         if value is not None and name != "sampling_seed" and value >= 1 << 31:
             raise UserError(f"{name} must be below 2147483648, got {value}")
+    for name in SWITCHES:
+        if not isinstance(value := getattr(params, name), bool):
+            raise UserError(f"{name} must be true or false, got {type(value).__name__} {value!r}")
     for token in params.stop_token_ids or ():
         if not _is_integer(token):
             raise UserError(f"stop_token_ids must hold integers, got {type(token).__name__} {token!r}")
