@@ -9,23 +9,26 @@ repeated 4-grams) count apart. On a machine without a card :mod:`longdraft.bench
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from longdraft.bench.record import make_record, write_record
+from longdraft.bench.record import check_record, make_record, write_record
 from longdraft.bench.seeded_identity import WHOLE_FLOAT32
 from longdraft.bench.server import Generation, Server
 from longdraft.bench.shipped_tau import NEW_TOKENS, STEPS, Row, figures, prompts
-from longdraft.draft_models.checkpoint import load_draft
+from longdraft.draft_models.checkpoint import check_draft, load_draft, read_config
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.repetition import ALLOWED, repeated_share
+from longdraft.draft_models.target import TargetSpec
+from longdraft.errors import UserError
 from longdraft.kernels.view_attention import View
 from longdraft.train.config import TargetSettings
 from longdraft.train.scoring import score
-from longdraft.train.target import FrozenTarget, load_target
+from longdraft.train.target import FrozenTarget, load_config, load_target
 
 SINKS = 32  # leading tokens that a served draft reads of a context longer than its own
 TIE = 1e-3  # of two logits in float32: sums in another order may choose either
@@ -90,6 +93,21 @@ def measure(
     return rows
 
 
+def checked_drafts(words: Sequence[str], spec: TargetSpec) -> list[tuple[str, Path]]:
+    """Names and folders of ``NAME=FOLDER`` words, before the first of them takes its hour.
+
+    Raises:
+        UserError: a word without a name, a name twice, or a folder that holds no draft for this target.
+    """
+    drafts = [(name, Path(folder)) for name, _, folder in (word.partition("=") for word in words)]
+    names = [name for name, _ in drafts]
+    for word, (name, folder) in zip(words, drafts, strict=True):
+        if not name or "=" not in word or names.count(name) > 1:
+            raise UserError(f"--draft {word}: write NAME=FOLDER, every name once")
+        check_draft(folder, read_config(folder), spec)
+    return drafts
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="longdraft bench served_tau", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--target", required=True)
@@ -103,17 +121,24 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("there is no GPU: take `longdraft bench shipped_tau`, which serves on the CPU")
+    check_record(args.record)
+    if not args.answers.is_file():
+        parser.error(f"--answers {args.answers} is no file: give generated.jsonl of longdraft generate")
+    if not (cases := list(prompts(args.answers, args.each))):
+        parser.error(
+            f"--answers {args.answers} has no answer of {NEW_TOKENS} tokens that does not loop: give other documents"
+        )
     loading = TargetSettings(path=args.target, dtype="float32", attn="sdpa", liger="off")
+    drafts = checked_drafts(args.draft, TargetSpec.from_config(load_config(loading)))
     target = load_target(loading, torch.device("cuda"))
-    cases = list(prompts(args.answers, args.each))
     rows: list[Row] = []
     for context in args.draft_context or [target.spec.max_position]:
-        for name, _, folder in (word.partition("=") for word in args.draft):
+        for name, folder in drafts:
             label = name if context >= target.spec.max_position else f"{name}_context{context}"
             longest = max(length for length, _, _ in cases)
-            command = serve_command(args.target, Path(folder), context, args.parallel, longest)
+            command = serve_command(args.target, folder, context, args.parallel, longest)
             answers = serve(command, label, cases, args.logs / f"{label}.log", args.parallel)
-            rows += measure(target, label, Path(folder), cases, answers, context)
+            rows += measure(target, label, folder, cases, answers, context)
     checks = {
         "tokens_are_the_targets": all(row.same_tokens for row in rows),
         "verifications_equal": all(row.verifications == row.served_verifications for row in rows),

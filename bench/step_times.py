@@ -17,6 +17,7 @@ from longdraft.errors import UserError
 from longdraft.serve.step_clock import PHASES
 
 PARTS = (*PHASES, "host gaps")
+STEP = {"batch", "wall_ms", "gap_ms", "host_ms", "device_ms"}  # what a line says
 SKIPPED = 3  # first steps of a batch size, in which things are built
 HATCHES = ("", "//", "", "..", "xx", "", "\\\\")  # for readers without colours
 LABEL = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8}
@@ -48,13 +49,26 @@ def breakdown(lines: Sequence[dict[str, Any]]) -> dict[int, dict[str, float]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Steps in a file that may end within a line."""
+    """Steps in a file that may end within a line.
+
+    Raises:
+        UserError: no such file, or a line that is no step.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise UserError(
+            f"{str(path)!r} cannot be read ({error.strerror}): give NAME=FILE, a file of step_times"
+        ) from None
     found = []
-    for text in path.read_text().splitlines():
+    for number, text in enumerate(lines, 1):
         try:
-            found.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
             continue
+        if not isinstance(line, dict) or not line.keys() >= STEP:
+            raise UserError(f"{path}:{number} is no step of a server: give NAME=FILE, a file of step_times")
+        found.append(line)
     return found
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from longdraft.draft_models.checkpoint import CONFIG, read_config
 from longdraft.errors import UserError, shown
 from longdraft.serve.drafters.looked import wanted_heads
@@ -13,6 +15,8 @@ from longdraft.serve.target_layers import check_architecture
 from longdraft.serve.tree_shape import CHAIN
 
 LM = "ForCausalLM"  # how transformers ends the names of these architectures, and of no speculation head
+INDEX = "model.safetensors.index.json"
+OTHER_WEIGHTS = "*.bin", "*.pt", "*.gguf"
 FILES = "tokenizer*", "vocab*", "*.tiktoken"
 
 
@@ -48,8 +52,8 @@ def check_draft_lm(server_args: Any, settings: ServeSettings, folder: str) -> No
 
     Raises:
         UserError: trees, a ranked head, fewer positions than the server's context, an architecture that SGLang runs as something
-            else or that LONGDRAFT's attention does not compute, layers and heads of a recipe that it has not, or another tokenizer
-            than the target's.
+            else or that LONGDRAFT's attention does not compute, layers and heads of a recipe that it has not, weights that are
+            not whole, or another tokenizer than the target's.
     """
     if settings.tree != CHAIN:
         raise UserError(f"tree={settings.tree!r}: a language model as the draft drafts chains: leave the tree out")
@@ -61,6 +65,7 @@ def check_draft_lm(server_args: Any, settings: ServeSettings, folder: str) -> No
     if (recipe := settings.recipe() if settings.sets else None) is not None:
         have = dict.fromkeys(range(text.num_hidden_layers), text.num_attention_heads)
         wanted_heads(recipe.draft, "the draft model", have)
+    _check_weights(server_args, folder)
     target, draft = (
         token_names(server_args, path, whose)
         for path, whose in ((server_args.tokenizer_path, "the target's"), (folder, f"draft folder {folder}: its"))
@@ -87,6 +92,24 @@ def _check_model(server_args: Any, folder: str) -> Any:
         raise UserError(f"draft folder {folder}: SGLang runs a {named} draft as {run}: give another draft")
     check_architecture(model, "draft")
     return text
+
+
+def _check_weights(server_args: Any, folder: str) -> None:
+    """By the files' headers, which a copy that was broken off does not fit."""
+    if "dummy" in (server_args.load_format, server_args.speculative_draft_load_format):
+        return
+    named = set[str]()
+    try:
+        if (index := Path(folder) / INDEX).is_file():
+            named = set(json.loads(index.read_text())["weight_map"].values())
+        files = sorted({*(Path(folder) / name for name in named), *Path(folder).glob("*.safetensors")})
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                opened.keys()
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
+        raise UserError(f"draft folder {folder}: weights cannot be read ({error}): fetch them again") from None
+    if not files and not any(file for name in OTHER_WEIGHTS for file in Path(folder).glob(name)):
+        raise UserError(f"draft folder {folder} has no weights: put them there, model.safetensors for one")
 
 
 def token_names(server_args: Any, path: str, whose: str) -> dict[int, str]:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from tiny import tiny_draft, tiny_target
 
-from longdraft.bench.served_tau import STEPS, main, measure, serve_command
+from longdraft.bench.served_tau import STEPS, checked_drafts, main, measure, serve_command
 from longdraft.bench.server import Generation
 from longdraft.draft_models.checkpoint import save_draft
 from longdraft.draft_models.reference_decode import speculative_decode
+from longdraft.errors import UserError
 from longdraft.kernels.view_attention import View
 
 PROMPT, NEW = 37, 40
@@ -31,6 +32,22 @@ def test_a_served_answer_needs_what_the_reference_decoder_needs(tmp_path: Path, 
     assert [row.same_tokens for row in rows] == [True, False]
     assert rows[0].verifications == rows[0].served_verifications == want.stats.verifications
     assert rows[0].gained == NEW - 1
+
+
+def test_every_draft_is_checked_before_the_first_is_served(tmp_path: Path) -> None:
+    target = tiny_target("llama", num_hidden_layers=4)
+    save_draft(tiny_draft(target, window=16), tmp_path / "draft", "tiny")
+    good = f"a={tmp_path / 'draft'}"
+    assert checked_drafts([good, f"b={tmp_path / 'draft'}"], target.spec) == [(n, tmp_path / "draft") for n in "ab"]
+    for words, told in (
+        ([good, "b=nowhere"], "draft folder 'nowhere' has no config.json"),
+        ([good, good], "every name once"),
+        ([str(tmp_path / "draft")], "write NAME=FOLDER"),
+    ):
+        with pytest.raises(UserError, match=told):
+            checked_drafts(words, target.spec)
+    with pytest.raises(UserError):
+        checked_drafts([good], tiny_target("llama", num_hidden_layers=2).spec)
 
 
 def test_the_servers_draft_reads_what_is_asked() -> None:

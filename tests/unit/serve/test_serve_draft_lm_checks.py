@@ -35,6 +35,7 @@ def arguments(tokenizer: Path | str, context: int = 4096, **changes: Any) -> Sim
         "json_model_override_args": "{}", "is_embedding": False, "enable_multimodal": None, "dtype": "float32",
         "model_impl": "auto", "sampling_defaults": "model", "quantize_and_serve": False, "enable_multi_layer_eagle": False,
         "language_only": False, "encoder_only": False, "disable_hybrid_swa_memory": False, "model_config_parser": "auto",
+        "load_format": "auto", "speculative_draft_load_format": None,
         "get_model_config": lambda: SimpleNamespace(context_len=context),
     }  # fmt: skip
     return SimpleNamespace(**fields | changes)
@@ -85,6 +86,29 @@ def test_a_folder_says_what_it_is(config: str, is_one: bool, tmp_path: Path) -> 
 def test_what_is_neither_keeps_the_message_about_drafts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no config\.json"):
         check_draft_folder(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda path: path.unlink(), "has no weights: put them there"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "weights cannot be read ("),
+        (
+            lambda path: path.with_name("model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "b.safetensors"}}'
+            ),
+            "b.safet",
+        ),
+        (lambda path: path.with_name("model.safetensors.index.json").write_text("[]"), "weights cannot be read ("),
+    ],
+)
+def test_weights_that_are_not_whole_are_refused(draft: Path, tmp_path: Path, spoil: Any, told: str) -> None:
+    """SGLang would find out once the target is loaded, and kill the process."""
+    copy = changed(draft, tmp_path / "copy")
+    spoil(copy / "model.safetensors")
+    assert told in refused(copy, arguments(draft))
+    for form in ("load_format", "speculative_draft_load_format"):
+        check_draft_lm(arguments(draft, **{form: "dummy"}), ServeSettings(), str(copy))
 
 
 def test_trees_and_ranked_heads_are_for_other_drafts(draft: Path) -> None:

@@ -43,6 +43,17 @@ def test_a_phase_that_fails_is_counted_and_the_error_goes_on(tmp_path: Path) -> 
     assert list(read_lines(tmp_path / "t")[0]["host_ms"]) == ["verify"]
 
 
+@pytest.mark.parametrize(
+    ("text", "told"), [(None, "cannot be read (No such file"), ('{"text": 1}', ":1 is no step of a server")]
+)
+def test_a_file_of_something_else_is_named(text: str | None, told: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "t").write_text(text)
+    with pytest.raises(UserError) as error:
+        main([f"a={tmp_path / 't'}", "--out", str(tmp_path / "p.png")])
+    assert told in str(error.value)
+
+
 def line(batch: int, gap: float | None, **device: float) -> dict[str, object]:
     host = {"draft": 2.0, "verify": 5.0, "sampling": 1.0, "keep": 0.5}
     return {"batch": batch, "wall_ms": 9.0, "gap_ms": gap, "host_ms": host, "device_ms": device}
