@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from longdraft.errors import UserError
+from longdraft.errors import UserError, shown
 from longdraft.serve.settings import (
     LONGEST_REFRESH,
     LOSSY,
@@ -20,6 +20,7 @@ from longdraft.serve.settings import (
 )
 
 INTEGERS = ("max_new_tokens", "min_new_tokens", "top_k", "sampling_seed", "stream_interval")
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 SWITCHES = ("skip_special_tokens", "spaces_between_special_tokens")  # which a tokenizer takes as they are
 
 
@@ -31,7 +32,7 @@ def check_sampling_params(params: Any, vocab: int) -> None:
         vocab: tokens of the target.
 
     Raises:
-        UserError: ``custom_params``, an integer, a switch, a stop token or a logit bias that is none, with its name.
+        UserError: ``custom_params``, an integer, a switch, a grammar, a stop token or a logit bias that is none, with its name.
     """
     if (own := request_settings(params.custom_params)) != RequestSettings():
         check_own(own, read_environment())
@@ -44,6 +45,10 @@ def check_sampling_params(params: Any, vocab: int) -> None:
     for name in SWITCHES:
         if not isinstance(value := getattr(params, name), bool):
             raise UserError(f"{name} must be true or false, got {type(value).__name__} {value!r}")
+    for name in GRAMMARS:
+        if not isinstance(value := getattr(params, name), str | None):
+            remedy = ": write it as JSON in a string" if isinstance(value, Mapping) else ""
+            raise UserError(f"{name} must be a string, got {type(value).__name__} {shown(value)}{remedy}")
     for token in params.stop_token_ids or ():
         if not _is_integer(token):
             raise UserError(f"stop_token_ids must hold integers, got {type(token).__name__} {token!r}")

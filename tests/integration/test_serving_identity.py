@@ -258,7 +258,15 @@ def test_openai_endpoints_take_a_mode_and_a_seed(plain: ServerProcess, drafted: 
 
 
 @pytest.mark.parametrize(
-    "params", [{"sampling_seed": "7"}, {"max_new_tokens": 9.5}, {"logit_bias": {"5": None}}], ids=str
+    "params",
+    [
+        {"sampling_seed": "7"},
+        {"max_new_tokens": 9.5},
+        {"logit_bias": {"5": None}},
+        {"skip_special_tokens": "no"},
+        {"json_schema": {"type": "object"}},
+    ],
+    ids=str,
 )
 def test_sampling_parameters_of_a_wrong_type_are_http_400(drafted: ServerProcess, params: dict[str, Any]) -> None:
     with pytest.raises(HttpError) as error:

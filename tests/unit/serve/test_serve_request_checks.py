@@ -25,6 +25,13 @@ from longdraft.serve.settings import RequestSettings, ServeSettings
         ({"min_new_tokens": 2.5}, "min_new_tokens must be an integer, got float 2.5"),
         ({"top_k": 1 << 31}, "top_k must be below 2147483648"),
         ({"top_k": True}, "top_k must be an integer, got bool True"),
+        (
+            {"json_schema": {"type": "object"}},
+            "json_schema must be a string, got dict {'type': 'object'}: write it as JSON in a string",
+        ),
+        ({"regex": 5}, "regex must be a string, got int 5"),
+        ({"ebnf": ["a"]}, "ebnf must be a string, got list ['a']"),
+        ({"structural_tag": {}}, "structural_tag must be a string, got dict"),
         ({"stream_interval": "2"}, "stream_interval must be an integer, got str '2'"),
         ({"skip_special_tokens": "x"}, "skip_special_tokens must be true or false, got str 'x'"),
         ({"spaces_between_special_tokens": 1}, "spaces_between_special_tokens must be true or false, got int 1"),
@@ -49,6 +56,7 @@ def test_what_would_end_the_server_is_refused_by_name(params: dict[str, Any], me
         {"sampling_seed": -(2**70), "max_new_tokens": 0, "top_k": -1, "stop_token_ids": [3, 500]},
         {"max_new_tokens": None, "logit_bias": {"5": 1, "6": -2.5, "7": float("-inf")}},
         {"stop_token_ids": [99], "min_new_tokens": 4},
+        {"json_schema": '{"type": "object"}', "stream_interval": 3, "skip_special_tokens": False},
     ],
     ids=str,
 )
