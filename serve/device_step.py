@@ -10,7 +10,7 @@ Legend: B requests, K drafted tokens, T = K + 1 new tokens of a request, N token
 
 import logging
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -209,7 +209,9 @@ class DeviceStep(DecodeStep):
             one = running.only(b)
             try:
                 params = RowParams.build([req], [1], one.length_B.device)
-                parts.append(self._verified(batch, [req], one, alone, params, OFF))
+                seen = self._verified(batch, [req], one, alone, params, OFF)
+                # Greedy choices leave the logits where a graph wrote them, and will write the next request's.
+                parts.append(replace(seen, logits_TV=seen.logits_TV.clone()))
             except Exception:
                 give_up(req)
                 width = alone.id_BK.shape[1] + 1

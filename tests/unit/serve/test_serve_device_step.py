@@ -237,6 +237,31 @@ def test_a_verification_that_fails_is_repeated_one_by_one(behind: bool, tree: st
     assert skipped == [False, True], "keys that were never written are not shared with later requests"
 
 
+def test_logits_of_requests_that_were_verified_one_by_one_are_their_own() -> None:
+    """A graph writes every request's to the same place."""
+
+    class Replayed(MadeUpTarget):
+        written = torch.zeros(STRIDE, VOCAB)
+
+        def forward_batch_generation(self, *given: Any, **more: Any) -> Any:
+            result = super().forward_batch_generation(*given, **more)
+            out = self.written[: len(result.logits_output.next_token_logits)]
+            result.logits_output.next_token_logits = out.copy_(result.logits_output.next_token_logits)
+            return result
+
+    step = step_of(DeviceDrafter(next_of), Replayed(lambda forward: len(forward.rids) > 1))
+    returned, agreed = step._returned, []
+
+    def seen_by(batch: Any, running: Any, gained: Any, seen: Any) -> Any:
+        agreed.append((seen.logits_TV.argmax(-1) == seen.choice_T).all())
+        return returned(batch, running, gained, seen)
+
+    step._returned = seen_by
+    reqs = [make_request(rid, row, [row], max_new_tokens=6, ignore_eos=True) for rid, row in (("a", 1), ("b", 2))]
+    Server(step, False).run(reqs)
+    assert reqs[0].output_ids != reqs[1].output_ids and len(agreed) > 3 and all(agreed)
+
+
 @pytest.mark.parametrize(("tree", "point"), [("chain", "_accept"), ("2,2,2", "_keep_running"), ("2,2,2", "_launch")])
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_step_that_fails_behind_its_verification_ends_its_requests_alone(behind: bool, tree: str, point: str) -> None:
