@@ -170,7 +170,8 @@ def _check_views(server_args: Any, settings: ServeSettings) -> None:
 def _check_models(server_args: Any, settings: ServeSettings) -> None:
     folder = server_args.speculative_draft_model_path
     if folder is not None:
-        check_draft_folder(folder)  # before SGLang parses the same file with a worse message
+        # Before SGLang parses the same file with a worse message.
+        check_draft_folder(folder, getattr(server_args, "trust_remote_code", False))
     model = server_args.get_model_config()
     check_architecture(model)
     text = model.hf_text_config

@@ -32,14 +32,27 @@ def is_causal_lm(folder: str | Path) -> bool:
     return isinstance(names, list) and bool(names) and str(names[0]).endswith(LM)
 
 
-def check_draft_folder(folder: str) -> None:
+def check_draft_folder(folder: str, trust_remote_code: bool = False) -> None:
     """What SGLang would say less clearly where it parses the folder first.
 
     Raises:
-        UserError: neither a draft of ours nor a causal language model.
+        UserError: neither a draft of ours nor a causal language model, or one whose config transformers refuses.
     """
-    if not is_causal_lm(folder):
+    if is_causal_lm(folder):
+        read_lm_config(folder, trust_remote_code)
+    else:
         read_config(folder)
+
+
+def read_lm_config(folder: str, trust_remote_code: bool) -> Any:
+    """A causal language model's config as SGLang reads it; raises :class:`UserError` where that fails."""
+    from sglang.srt.utils.hf_transformers_utils import get_config
+
+    try:
+        return get_config(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers has many
+        reason = " ".join(str(error).split())
+        raise UserError(f"draft folder {folder}: {CONFIG} cannot be read ({reason}): give another draft") from None
 
 
 def check_draft_lm(server_args: Any, settings: ServeSettings, folder: str) -> None:
@@ -76,9 +89,9 @@ def check_draft_lm(server_args: Any, settings: ServeSettings, folder: str) -> No
 def _check_model(server_args: Any, folder: str) -> Any:
     """The draft's text config."""
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length, get_hf_text_config
+    from sglang.srt.utils.hf_transformers_utils import get_context_length, get_hf_text_config
 
-    config = get_config(folder, trust_remote_code=server_args.trust_remote_code)
+    config = read_lm_config(folder, server_args.trust_remote_code)
     text = get_hf_text_config(config)
     named, reach = config.architectures[0], get_context_length(text)
     context = server_args.get_model_config().context_len

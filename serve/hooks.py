@@ -19,7 +19,7 @@ from longdraft.kernels.prefix_attention import gather_slots
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.checks import exit_on_user_error
 from longdraft.serve.draft_lm_checks import check_draft_folder
-from longdraft.serve.request_checks import check_logprob_start, check_prompt, check_sampling_params
+from longdraft.serve.request_checks import check_logprob_start, check_overrides, check_prompt, check_sampling_params
 from longdraft.serve.spec_inputs import VerifyInput
 
 
@@ -34,8 +34,10 @@ def check_logprobs(self: Any) -> None:
 
 
 def check_ids(self: Any, obj: Any, input_text: Any, input_ids: Any, *args: Any, **kwargs: Any) -> None:
-    """The same for a prompt's tokens, which SGLang has a check for and does not call."""
+    """The same for a prompt's tokens, which SGLang has a check for and does not call; and embeddings in their place."""
     check_prompt(input_ids, self.model_config.vocab_size)
+    if (self.server_args.speculative_algorithm or "").upper() == "LONGDRAFT":
+        check_overrides(obj)
 
 
 def early_arguments(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -45,7 +47,8 @@ def early_arguments(self: Any, *args: Any, **kwargs: Any) -> None:
     if self.speculative_eagle_topk is None:
         self.speculative_eagle_topk = 1
     if self.speculative_draft_model_path is not None:
-        exit_on_user_error(lambda: check_draft_folder(self.speculative_draft_model_path))
+        given = self.speculative_draft_model_path, self.trust_remote_code
+        exit_on_user_error(lambda: check_draft_folder(*given))
 
 
 def no_copy_kernels(self: Any) -> None:

@@ -128,5 +128,18 @@ def check_prompt(ids: Any, vocab: int) -> None:
             raise UserError(f"input_ids must be 0 to {vocab - 1}, the target's vocabulary, got {token}")
 
 
+def check_overrides(request: Any) -> None:
+    """Refuse other embeddings than the tokens' own, which no draft would see.
+
+    Args:
+        request: SGLang's, to generate or to embed.
+
+    Raises:
+        UserError: it has some.
+    """
+    if getattr(request, "positional_embed_overrides", None) is not None:
+        raise UserError("positional_embed_overrides does not work with LONGDRAFT (drafts read token ids): leave it out")
+
+
 def _is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)

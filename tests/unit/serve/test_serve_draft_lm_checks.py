@@ -64,7 +64,7 @@ def test_one_that_fits_passes(draft: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "is_one"),
     [
-        ('{"architectures": ["Qwen3ForCausalLM"]}', True),
+        ('{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}', True),
         ('{"architectures": ["LlamaForCausalLMEagle3"]}', False),
         ('{"architectures": ["LlamaForCausalLM"], "longdraft": {"draft": "longspec"}}', False),
         ('{"architectures": []}', False),
@@ -86,6 +86,15 @@ def test_a_folder_says_what_it_is(config: str, is_one: bool, tmp_path: Path) -> 
 def test_what_is_neither_keeps_the_message_about_drafts(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no config\.json"):
         check_draft_folder(str(tmp_path))
+
+
+def test_a_config_that_transformers_refuses_is_told_in_one_line(draft: Path, tmp_path: Path) -> None:
+    copy = changed(draft, tmp_path / "copy", num_hidden_layers="x")
+    with pytest.raises(
+        UserError, match=r"config.json cannot be read \(Validation error for field 'num_hidden_layers'"
+    ) as error:
+        check_draft_folder(str(copy))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Sampling parameters that SGLang would take and then fail on."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from longdraft.errors import UserError
 from longdraft.serve.request_checks import (
     check_logprob_start,
+    check_overrides,
     check_own,
     check_prompt,
     check_sampling_params,
@@ -125,3 +127,10 @@ def test_a_prompt_holds_tokens_of_the_vocabulary() -> None:
     ):
         with pytest.raises(UserError, match=f"input_ids must .*{told}"):
             check_prompt(ids, 100)
+
+
+def test_embeddings_in_place_of_tokens_are_refused() -> None:
+    for request in (SimpleNamespace(), SimpleNamespace(positional_embed_overrides=None)):
+        check_overrides(request)
+    with pytest.raises(UserError, match="positional_embed_overrides does not work with LONGDRAFT"):
+        check_overrides(SimpleNamespace(positional_embed_overrides={"a": 1}))

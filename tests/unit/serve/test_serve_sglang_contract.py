@@ -10,6 +10,7 @@ import pkgutil
 import subprocess
 import sys
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,7 +135,14 @@ def test_the_prefill_hook_takes_the_arguments_of_what_it_wraps() -> None:
 
 def test_hooks_read_fields_that_exist() -> None:
     fields = {field.name for field in dataclasses.fields(ServerArgs)}
-    assert {"speculative_algorithm", "speculative_eagle_topk", "speculative_draft_model_path"} <= fields
+    assert {
+        "speculative_algorithm",
+        "speculative_eagle_topk",
+        "speculative_draft_model_path",
+        "trust_remote_code",
+    } <= fields
+    made = pkgutil.resolve_name("sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object")
+    assert list(inspect.signature(made).parameters)[:4] == ["self", "obj", "input_text", "input_ids"]
     assert "custom_params" in vars(SamplingParams())
     for path in ("XGrammarGrammar", "XGrammarGrammarBackend"):
         target = pkgutil.resolve_name(f"sglang.srt.constrained.xgrammar_backend.{path}.apply_vocab_mask")
@@ -152,6 +160,19 @@ def test_early_arguments_touch_only_our_algorithm() -> None:
     for args in (ours, theirs, none):
         hooks.early_arguments(args)
     assert (ours.speculative_eagle_topk, theirs.speculative_eagle_topk, none.speculative_eagle_topk) == (1, None, None)
+
+
+def test_prompts_are_checked_for_every_server_and_embeddings_for_ours() -> None:
+    for name, obj, ids, told in (
+        (None, SimpleNamespace(), [100], "input_ids must be 0 to 99"),
+        ("LONGDRAFT", SimpleNamespace(positional_embed_overrides={}), [1], "positional_embed_overrides"),
+        (None, SimpleNamespace(positional_embed_overrides={}), [1], None),
+        ("LONGDRAFT", SimpleNamespace(), [1], None),
+    ):
+        server = SimpleNamespace(speculative_algorithm=name)
+        manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100), server_args=server)
+        with nullcontext() if told is None else pytest.raises(ValueError, match=told):
+            hooks.check_ids(manager, obj, "", ids)
 
 
 def test_a_bad_request_is_a_value_error_of_the_front_end() -> None:
