@@ -288,7 +288,7 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("token", [1 << 20, -1, 1 << 70], ids=str)
+@pytest.mark.parametrize("token", [1 << 20, -1, 1 << 40], ids=str)
 def test_a_prompt_of_no_tokens_is_http_400(drafted: ServerProcess, token: int) -> None:
     """SGLang's target indexes its embedding with it, and the scheduler ends."""
     with pytest.raises(HttpError) as error:
