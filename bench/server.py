@@ -131,22 +131,24 @@ class Server:
             text = error.read().decode(errors="replace")
             raise UserError(f"the {self.name} server answered {error.code} on {path}: {text}") from None
 
+    def stream(self, ids: Sequence[int], sampling: dict[str, Any], timeout: float = 600) -> Iterator[dict[str, Any]]:
+        """Chunks of an answer to token ids over the native endpoint, greedy unless ``sampling`` says otherwise.
+
+        Our counters in ``meta_info.longdraft`` grow by one entry a chunk that the scheduler sent, whatever was put together later.
+        """
+        body = {"input_ids": list(ids), "sampling_params": {"temperature": 0, **sampling}, "stream": True}
+        with self._post("/generate", body, timeout) as reply:
+            yield from server_sent(reply)
+
     def generate(
         self, ids: Sequence[int], new_tokens: int, timeout: float = 600, mode: str | None = None
     ) -> Generation:
         """Greedy continuation of token ids over the native endpoint, streamed and timed; in a mode of ours, None: the server's."""
         own = {} if mode is None else {"custom_params": {"longdraft": {"mode": mode}}}
-        body = {
-            "input_ids": list(ids),
-            "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, **own},
-            "stream": True,
-        }
         times: list[tuple[float, int]] = []
         last: dict[str, Any] = {}
-        with self._post("/generate", body, timeout) as reply:
-            for data in server_sent(reply):
-                last = data
-                times.append((time.perf_counter(), int(data["meta_info"]["completion_tokens"])))
+        for last in self.stream(ids, {"max_new_tokens": new_tokens, **own}, timeout):
+            times.append((time.perf_counter(), int(last["meta_info"]["completion_tokens"])))
         if not times:
             raise UserError(f"the {self.name} server sent no answer, see {self.log}")
         (begin, first), (end, total) = times[0], times[-1]

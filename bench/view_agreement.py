@@ -85,8 +85,8 @@ def digest(documents: list[dict[str, Any]]) -> str:
     return hashlib.sha256(json.dumps([d["ids"] for d in documents]).encode()).hexdigest()
 
 
-def command(args: argparse.Namespace, case: Case, on_cpu: bool) -> tuple[list[str], dict[str, str]]:
-    """A server's command line and environment."""
+def launch(args: argparse.Namespace, settings: dict[str, Any], on_cpu: bool) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of a server of ours with these settings, as large as its requests need."""
     words = [sys.executable, "-m", "sglang.launch_server", "--model-path", args.target, "--dtype", args.dtype]
     words += ["--speculative-algorithm", "LONGDRAFT", "--grammar-backend", "none"]
     words += ["--max-running-requests", str(args.batch)]
@@ -97,13 +97,17 @@ def command(args: argparse.Namespace, case: Case, on_cpu: bool) -> tuple[list[st
         words += ["--mem-fraction-static", "0.6", "--attention-backend", args.attention_backend]
         words += ["--max-total-tokens", str(args.batch * (max(args.prompt_tokens) + args.new_tokens + 600))]
         words += ["--cuda-graph-bs-decode", str(args.batch), "--sampling-backend", "pytorch", "--skip-server-warmup"]
-    drafting: dict[str, Any] = {"self_draft": True, "rounds": PENDING}
     if args.draft is not None:
         words += ["--speculative-draft-model-path", args.draft, "--speculative-num-steps", str(STEPS)]
-        drafting = {"rounds": PENDING // (STEPS + 1)}
-    settings = {"mode": "exact", "pending": PENDING, "confirm_floor": 0.0, **drafting, **case.settings}
     plugin = {**CPU_ENVIRONMENT} if on_cpu else WHOLE_FLOAT32 if args.dtype == "float32" else {}
     return words, plugin | {"SGLANG_PLUGINS": "longdraft", "LONGDRAFT_SETTINGS": json.dumps(settings)}
+
+
+def command(args: argparse.Namespace, case: Case, on_cpu: bool) -> tuple[list[str], dict[str, str]]:
+    """A case's server."""
+    rounds = PENDING if args.draft is None else PENDING // (STEPS + 1)
+    settings = {"mode": "exact", "pending": PENDING, "confirm_floor": 0.0, "rounds": rounds, **case.settings}
+    return launch(args, settings | ({"self_draft": True} if args.draft is None else {}), on_cpu)
 
 
 def answers(
