@@ -138,7 +138,8 @@ class ViewVerify(RecomputeStep):
         if least is None:
             return missed_B
         two_T2 = last.seen.logits_TV.topk(2).values
-        narrow_BN = (two_T2[:, 0] - two_T2[:, 1] < least).view(len(gained.count_B), -1).gather(1, gained.place_BN)
+        narrow_BN = ~(two_T2[:, 0] - two_T2[:, 1] >= least)  # no number is no margin
+        narrow_BN = narrow_BN.view(len(gained.count_B), -1).gather(1, gained.place_BN)
         offset_N = torch.arange(narrow_BN.shape[1], device=narrow_BN.device)
         return missed_B | (narrow_BN & (offset_N < gained.count_B[:, None])).any(1).long()
 
