@@ -51,7 +51,7 @@ def test_every_case_has_settings_that_a_server_takes(tokens: int, draft: str | N
     settings = ServeSettings(**json.loads(environment["LONGDRAFT_SETTINGS"]))
     assert settings.view_tokens == tokens and settings.view_selector == "worst" and settings.budget().tokens == tokens
     assert settings.self_draft == (draft is None) == ("--speculative-draft-model-path" not in words)
-    assert environment["TRITON_F32_DEFAULT"] == "ieee", "several rows and one must be alike"
+    assert environment["TRITON_F32_DEFAULT"] == "tf32x3", "several rows and one must be alike"
     chain = 1 if draft is None else va.STEPS + 1
     assert settings.rounds is not None and settings.rounds * chain == va.PENDING
     assert "TRITON_F32_DEFAULT" not in va.command(args, va.Case("mass", tokens), on_cpu=True)[1]
