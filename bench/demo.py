@@ -168,7 +168,7 @@ def compare_modes(
     from transformers import AutoTokenizer
 
     ids = demo_modes.prompt().ids(AutoTokenizer.from_pretrained(model))
-    views = ["--mode", "exact", "--view-tokens", str(demo_modes.VIEW)]
+    views = ["--mode", "exact", "--allow-lossy", "--view-tokens", str(demo_modes.VIEW)]
     server = make_servers(settings, folder, model, {best: drafts[best]}, views)[best]
     with server:
         return mode_rows(ask_modes(server, ids, settings.new_tokens), best)

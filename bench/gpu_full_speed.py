@@ -30,7 +30,7 @@ from longdraft.draft_models.eagle3_config import Eagle3Config, Eagle3Settings
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.target import TargetSpec
 from longdraft.draft_models.token_counts import TokenCounts
-from longdraft.serve.settings import VIEWED
+from longdraft.serve.settings import LOSSY, VIEWED
 
 STEPS = 5
 LM_STEPS = 4
@@ -141,7 +141,7 @@ def launch_command(
         own = {"draft_head_tokens": HEAD, "draft_head_counts": str(models["counts"])} if draft == "longdraft" else {}
         own |= {"draft_context": context} if draft == "longdraft-lm-whole" else {}
         views = {} if mode is None else {"mode": mode, "view_tokens": VIEW, "simulate_confirmed_share": CONFIRMED}
-        views |= {"allow_lossy": True} if mode == "sparse" else {}
+        views |= {"allow_lossy": True} if mode in LOSSY else {}
         settings = json.dumps(own | views | ({} if times is None else {"step_times": str(times)}))
         forced = {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT))}
         return command, forced | {"SGLANG_PLUGINS": "longdraft", "LONGDRAFT_SETTINGS": settings}

@@ -107,6 +107,7 @@ def command(args: argparse.Namespace, case: Case, on_cpu: bool) -> tuple[list[st
     """A case's server."""
     rounds = PENDING if args.draft is None else PENDING // (STEPS + 1)
     settings = {"mode": "exact", "pending": PENDING, "confirm_floor": 0.0, "rounds": rounds, **case.settings}
+    settings["allow_lossy"] = not args.identity
     return launch(args, settings | ({"self_draft": True} if args.draft is None else {}), on_cpu)
 
 

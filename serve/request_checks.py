@@ -72,12 +72,13 @@ def check_own(own: RequestSettings, server: ServeSettings) -> None:
     """
     mode, where = own.mode or server.mode, f"custom_params.{REQUEST_KEY}"
     if mode in VIEWED and not server.viewed:
+        flags = "--mode exact --allow-lossy" if mode in LOSSY else "--mode exact"
         raise UserError(
-            f"{where}.mode={mode!r} needs a server that keeps views: start it with --mode exact or --mode partial, or ask for full"
+            f"{where}.mode={mode!r} needs a server that keeps views: start it with {flags}, or ask for full"
         )
-    if mode == "sparse" and not server.sparse:
+    if mode in LOSSY and not server.allow_lossy:
         raise UserError(
-            f"{where}.mode='sparse' gives approximate output, which this server does not: start it with --allow-lossy, or ask for exact"
+            f"{where}.mode={mode!r} gives approximate output, which this server does not: start it with --allow-lossy, or ask for exact"
         )
     if own.budget is not None and mode != "sparse":
         raise UserError(f"{where}.budget={own.budget} is for mode sparse, this request's is {mode!r}: leave it out")

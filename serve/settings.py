@@ -56,7 +56,7 @@ class ServeSettings(Settings):
         "mean", description="how the query rows that choose a view are put together (selectors with bounds)"
     )
     allow_lossy: bool = Field(
-        False, description="let the server and its requests take mode sparse, whose output is approximate"
+        False, description="let the server and its requests take modes partial and sparse, whose output is approximate"
     )
     sparse_tokens: int = Field(
         512,
@@ -192,6 +192,12 @@ class ServeSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _approximate_output_is_allowed(self) -> "ServeSettings":
+        if self.mode in LOSSY and not self.allow_lossy:
+            raise ValueError(f"mode={self.mode!r} gives approximate output: set allow_lossy too, or take mode exact")
+        return self
+
+    @model_validator(mode="after")
     def _views_fit(self) -> "ServeSettings":
         if self.mode in VIEWED:
             try:
@@ -213,8 +219,6 @@ class ServeSettings(Settings):
 
     @model_validator(mode="after")
     def _sparse_fits(self) -> "ServeSettings":
-        if self.mode == "sparse" and not self.allow_lossy:
-            raise ValueError("mode='sparse' gives approximate output: set allow_lossy too, or take mode exact")
         most = self.sparse_tokens - PROTECTED
         if self.sparse_lookahead is not None and self.sparse_lookahead > most:
             raise ValueError(
@@ -325,8 +329,8 @@ class RequestSettings(Settings):
 
     mode: Mode | None = Field(
         None,
-        description="off or full; beside a server whose own mode is one of them also exact, partial or, where it allows lossy modes, "
-        "sparse; None takes the server's",
+        description="off or full; on a server that keeps views also exact and, where it allows lossy modes, partial and sparse; None "
+        "takes the server's",
     )
     budget: int | None = Field(
         None, ge=32, description="mode sparse: cached tokens of a set, at most the server's; None takes the server's"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from server_process import SPECULATIVE, STRICT, HttpError, ServerProcess, counters, tokens
-from test_serving_views import VIEW, long_prompt, mode
+from test_serving_views import LOSSY, VIEW, long_prompt, mode
 
 SLOTS = 40000
 LONG = {"max_new_tokens": 60, "ignore_eos": True}
@@ -19,7 +19,7 @@ def short_of_memory(
 ) -> Iterator[ServerProcess]:
     """A server that keeps views, and one that does not; both with the overlap schedule."""
     arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(tiny_draft)]
-    views = f', "rounds": 2, "confirm_floor": 0.0, {VIEW}' if request.param == "exact" else ""
+    views = f', {LOSSY}, "rounds": 2, "confirm_floor": 0.0, {VIEW}' if request.param == "exact" else ""
     given = {**STRICT, "LONGDRAFT_SETTINGS": f'{{"mode": "{request.param}"{views}}}'}
     log = tmp_path_factory.mktemp(request.param) / "log"
     server = ServerProcess(tiny_target, arguments, log, given, SLOTS, overlap=True)

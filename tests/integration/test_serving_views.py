@@ -15,6 +15,7 @@ from server_process import SPECULATIVE, STRICT, HttpError, ServerProcess, counte
 from tiny_draft import known_prompts
 
 KNOWN = [p.tolist() for p in known_prompts()]
+LOSSY = '"allow_lossy": true'
 VIEW = '"view_tokens": 96, "view_sinks": 16, "view_recent": 32'
 
 
@@ -31,7 +32,7 @@ def mode(name: str, **params: Any) -> dict[str, Any]:
 def viewed(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server whose requests are verified on views unless they ask for another mode."""
     arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(tiny_draft)]
-    given = {**STRICT, "LONGDRAFT_SETTINGS": f'{{"mode": "exact", "rounds": 2, "confirm_floor": 0.2, {VIEW}}}'}
+    given = {**STRICT, "LONGDRAFT_SETTINGS": f'{{"mode": "exact", {LOSSY}, "rounds": 2, "confirm_floor": 0.2, {VIEW}}}'}
     log = tmp_path_factory.mktemp("viewed") / "log"
     with ServerProcess(tiny_target, arguments, log, given, overlap=True) as server:
         yield server
@@ -120,7 +121,7 @@ MODES = ["exact", "partial", "sparse", "full", "off"]
 def tight(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """As ``viewed``, with so little memory that requests are retracted, and with refreshes for what views miss."""
     arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(tiny_draft), "--schedule-conservativeness", "0.05"]
-    lossy = '"allow_lossy": true, "sparse_tokens": 48, "refresh_missed_mass": 0.6'
+    lossy = f'{LOSSY}, "sparse_tokens": 48, "refresh_missed_mass": 0.6'
     given = {**STRICT, "LONGDRAFT_SETTINGS": f'{{"mode": "partial", "rounds": 2, {lossy}, {VIEW}}}'}
     log = tmp_path_factory.mktemp("tight") / "log"
     with ServerProcess(tiny_target, arguments, log, given, SLOTS, overlap=True) as server:
@@ -168,7 +169,8 @@ def test_a_server_without_views_refuses_what_needs_one(drafted: ServerProcess) -
         with pytest.raises(HttpError) as error:
             drafted.generate(KNOWN[0], mode(name))
         assert error.value.status == 400
-        for part in (f"custom_params.longdraft.mode='{name}'", "start it with --mode", "or ask for full"):
+        flags = "--mode exact" if name == "exact" else "--mode exact --allow-lossy"
+        for part in (f"custom_params.longdraft.mode='{name}'", f"start it with {flags}, or ask for full"):
             assert part in error.value.text
     with pytest.raises(HttpError) as error:
         drafted.generate(KNOWN[0], mode("exactly"))
@@ -183,7 +185,9 @@ def test_views_that_cannot_be_served_end_the_start_in_one_line(
     assert "mode='exact' has no draft" in bare and "--draft" in bare and "self_draft" in bare
     tree = refused(tiny_target, log, *draft, mode="exact", tree="4,4,4,4")
     assert "tree='4,4,4,4' with mode='exact'" in tree and "leave the tree out" in tree
-    small = refused(tiny_target, log, *draft, mode="partial", view_tokens=64)
+    unasked = refused(tiny_target, log, *draft, mode="partial")
+    assert "mode='partial' gives approximate output: set allow_lossy too, or take mode exact" in unasked
+    small = refused(tiny_target, log, *draft, mode="partial", allow_lossy=True, view_tokens=64)
     assert "tokens=64" in small and "write 176 or more" in small
     tiny = refused(tiny_target, log, *draft, mode="exact", view_tokens=20)
     assert "view_tokens" in tiny and "64" in tiny

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from choosing_pairs import PAIRS
-from server_process import SPECULATIVE, STRICT, ServerProcess, counters, tokens
+from server_process import SPECULATIVE, STRICT, HttpError, ServerProcess, counters, tokens
 from transformers import AutoTokenizer
 
 from longdraft.bench.demo_text import module_text, topic_text
@@ -87,3 +87,12 @@ def test_a_target_that_drafts_for_itself_on_what_matters_least_says_the_same(
         plain, exact = in_modes(alone, prompts[1], sampling)
         assert tokens(exact) == plain
         assert counters(exact)["partial_verifications"] >= 2 * counters(exact)["full_verifications"] - 1
+
+
+def test_nothing_approximate_is_served_where_the_operator_does_not_allow_it(
+    alone: ServerProcess, prompts: list[list[int]]
+) -> None:
+    for name in ("partial", "sparse"):
+        with pytest.raises(HttpError, match=f"mode='{name}' gives approximate output.* --allow-lossy") as error:
+            alone.generate(prompts[0], {**NEW, "custom_params": {"longdraft": {"mode": name}}})
+        assert error.value.status == 400

@@ -53,6 +53,7 @@ def test_every_case_has_settings_that_a_server_takes(tokens: int, draft: str | N
     assert settings.self_draft == (draft is None) == ("--speculative-draft-model-path" not in words)
     assert environment["TRITON_F32_DEFAULT"] == "tf32x3", "several rows and one must be alike"
     chain = 1 if draft is None else va.STEPS + 1
+    assert settings.allow_lossy != args.identity, "mode partial is asked for too"
     assert settings.rounds is not None and settings.rounds * chain == va.PENDING
     assert "TRITON_F32_DEFAULT" not in va.command(args, va.Case("mass", tokens), on_cpu=True)[1]
 

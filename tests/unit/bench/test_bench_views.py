@@ -116,6 +116,7 @@ def test_systems_of_ours_say_their_mode(tmp_path: Path) -> None:
     for system in ("longdraft", "longdraft-exact", "longdraft-eagle3-partial", "longdraft-exact-sync"):
         words, environment = launch_command(system, models, 1000)
         given = json.loads(environment["LONGDRAFT_SETTINGS"])
+        assert given.get("allow_lossy", False) == system.endswith("-partial")
         modes[system] = given.get("mode"), words[words.index("--speculative-draft-model-path") + 1]
         assert ("--disable-overlap-schedule" in words) == system.endswith("-sync")
     assert modes == {

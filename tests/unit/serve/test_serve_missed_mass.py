@@ -40,7 +40,15 @@ class Followed:
     ) -> None:
         target, drafter = LlamaTarget(MODEL), KnownTextDrafter()
         given = ServeSettings(
-            **{"mode": "partial", "pending": PENDING, "view_tokens": 64, "view_sinks": 16, "view_recent": 16, **more}
+            **{
+                "mode": "partial",
+                "allow_lossy": True,
+                "pending": PENDING,
+                "view_tokens": 64,
+                "view_sinks": 16,
+                "view_recent": 16,
+                **more,
+            }
         )
         step = make_step([], target, drafter, Observer(drafter), given, CHAIN + PENDING, viewed=True)
         assert isinstance(step, ViewStep)
@@ -157,7 +165,7 @@ def test_blocks_of_a_view() -> None:
 
 
 def test_a_flag_of_a_round_before_a_refresh_asks_for_no_second_one() -> None:
-    made = CyclePlanner(ServeSettings(mode="partial"), CHAIN, RoundChoice(Bytes(1.0, 0.1, 1.0, 4)))
+    made = CyclePlanner(ServeSettings(mode="partial", allow_lossy=True), CHAIN, RoundChoice(Bytes(1.0, 0.1, 1.0, 4)))
     ledger = Ledger(9000, 9000, waiting=[False, True])
     made.processed(ledger, 3, 0, 0, True)
     assert not ledger.doubtful
@@ -177,7 +185,7 @@ def test_a_flag_of_a_round_before_a_refresh_asks_for_no_second_one() -> None:
 )
 def test_where_it_cannot_be_measured_it_is_refused(given: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(UserError) as error:
-        validate(ServeSettings, {"mode": "partial", "refresh_missed_mass": 0.1, **given})
+        validate(ServeSettings, {"mode": "partial", "allow_lossy": True, "refresh_missed_mass": 0.1, **given})
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 

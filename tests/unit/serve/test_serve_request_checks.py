@@ -81,8 +81,22 @@ LOSSY: dict[str, Any] = {"mode": "exact", "allow_lossy": True, "sparse_tokens": 
 @pytest.mark.parametrize(
     ("server", "own", "message"),
     [
-        ({}, {"mode": "sparse"}, "mode='sparse' needs a server that keeps views"),
-        ({"allow_lossy": True}, {"mode": "sparse"}, "mode='sparse' needs a server that keeps views"),
+        (
+            {},
+            {"mode": "exact"},
+            "mode='exact' needs a server that keeps views: start it with --mode exact, or ask for full",
+        ),
+        (
+            {},
+            {"mode": "sparse"},
+            "mode='sparse' needs a server that keeps views: start it with --mode exact --allow-lossy",
+        ),
+        ({"allow_lossy": True}, {"mode": "partial"}, "mode='partial' needs a server that keeps views"),
+        (
+            EXACT,
+            {"mode": "partial", "refresh": 9},
+            "mode='partial' gives approximate output, which this server does not: start it with --allow-lossy",
+        ),
         (
             EXACT,
             {"mode": "sparse"},
@@ -105,7 +119,7 @@ def test_what_a_server_does_not_have_is_refused(server: dict[str, Any], own: dic
     ("server", "own"),
     [
         ({}, {}),
-        (EXACT, {"mode": "partial", "refresh": 4000}),
+        (LOSSY, {"mode": "partial", "refresh": 4000}),
         (LOSSY, {"mode": "sparse", "budget": 256, "refresh": 1024}),
         ({**LOSSY, "mode": "sparse"}, {"budget": 32}),
     ],

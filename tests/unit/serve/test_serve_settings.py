@@ -76,6 +76,7 @@ def test_a_variable_that_is_no_object(text: str, monkeypatch: pytest.MonkeyPatch
         ('{"simulate_accept_length": 0.5}', r"simulate_accept_length=0\.5"),
         ('{"simulate_accept_length": Infinity}', r"simulate_accept_length=inf: .*finite"),
         ('{"mode": "sparse"}', r"mode='sparse' gives approximate output: set allow_lossy too, or take mode exact"),
+        ('{"mode": "partial"}', r"mode='partial' gives approximate output: set allow_lossy too, or take mode exact"),
         (
             '{"sparse_lookahead": 500}',
             r"sparse_lookahead=500 with sparse_tokens=512, of which 20 are sinks and recent ones: write 492 or less",
@@ -89,7 +90,10 @@ def test_a_variable_that_is_no_object(text: str, monkeypatch: pytest.MonkeyPatch
             '{"mode": "exact", "view_selector": "dustin", "view_lists": "layers"}',
             r"view_lists='layers' with view_selector='dustin', .* take shared",
         ),
-        ('{"mode": "partial", "self_draft": true}', r"self_draft with mode='partial': set mode to exact or sparse"),
+        (
+            '{"mode": "partial", "allow_lossy": true, "self_draft": true}',
+            r"self_draft with mode='partial': set mode to exact or sparse",
+        ),
         ('{"tree": false}', r"tree=False: this is no shape: write chain, "),
         ('{"tree": [4, 4]}', r"tree=\[4, 4\]: this is no shape: write chain, "),
     ],
@@ -143,7 +147,7 @@ def test_a_sets_tokens_are_divided_as_said_as_calibrated_or_in_halves(tmp_path: 
 
 def test_sets_are_kept_where_some_mode_wants_them() -> None:
     assert not ServeSettings().sets and not ServeSettings(allow_lossy=True).sets
-    assert not ServeSettings(mode="exact").sets and not ServeSettings(mode="partial").sparse
+    assert not ServeSettings(mode="exact").sets and not ServeSettings(mode="exact").sparse
     assert ServeSettings(mode="exact", view_selector="dustin").sets
     assert not ServeSettings(mode="exact", view_selector="dustin").sparse
     assert ServeSettings(mode="exact", allow_lossy=True).sets and ServeSettings(mode="exact", allow_lossy=True).sparse

@@ -121,7 +121,7 @@ def serve(
     target, drafter = target or LlamaTarget(MODEL), drafter or KnownTextDrafter()
     given = ServeSettings(
         **{"mode": "exact", "rounds": 2, "confirm_floor": 0.0, "pending": PENDING, "view_selector": selector,
-           "view_tokens": 64, "view_sinks": 16, "view_recent": 16, **more}
+           "view_tokens": 64, "view_sinks": 16, "view_recent": 16, "allow_lossy": more.get("mode") == "partial", **more}
     )  # fmt: skip
     chain = 1 if given.self_draft else CHAIN
     step = make_step([], target, drafter, Observer(drafter), given, chain + PENDING, viewed=True)

@@ -35,7 +35,7 @@ def slots_hold_their_tokens(target: ViewedTarget, req: Any, exact: int) -> bool:
 @pytest.mark.parametrize("paused", [0, 5])
 def test_a_full_verification_of_pending_tokens_has_room_for_them(paused: int) -> None:
     """A paused request of mode partial is verified fully; what is pending then needs the wide verification."""
-    planner = CyclePlanner(ServeSettings(mode="partial"), CHAIN, RoundChoice(Bytes(1.0, 0.1, 1.0, 4)))
+    planner = CyclePlanner(ServeSettings(mode="partial", allow_lossy=True), CHAIN, RoundChoice(Bytes(1.0, 0.1, 1.0, 4)))
     ledger = Ledger(5003, 5000, paused=paused)
     plan = planner.plan([ledger], ["partial"], [5003])
     assert not plan.full[0] or plan.room
@@ -123,7 +123,7 @@ def test_the_draft_of_a_request_without_a_view_reads_its_sinks() -> None:
 
 def test_a_view_chosen_once_keeps_its_sinks_when_the_prompt_was_short() -> None:
     """``snapkv``: the prompt fits the budget, the text outgrows it."""
-    given = ServeSettings(mode="partial", view_selector="snapkv", view_tokens=256, view_sinks=32, view_recent=128)
+    given = ServeSettings(mode="exact", view_selector="snapkv", view_tokens=256, view_sinks=32, view_recent=128)
     views = ViewState(4, 600, given.budget().columns, 64, torch.device("cpu"))
     row_B, length_B = torch.tensor([0]), torch.tensor([100])
     views.prefilled(row_B, length_B)

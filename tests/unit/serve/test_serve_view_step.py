@@ -102,7 +102,9 @@ class AnyChooser:
 
 
 def view_step(target: ViewedTarget, drafter: Any, chain: int = CHAIN, **changes: Any) -> ViewStep:
-    given = ServeSettings(**{"mode": "exact", "pending": PENDING, "rounds": 2, "view_tokens": 256, **changes})
+    given = ServeSettings(
+        **{"mode": "exact", "allow_lossy": True, "pending": PENDING, "rounds": 2, "view_tokens": 256, **changes}
+    )
     step = make_step([], target, drafter, Observer(drafter), given, chain + PENDING, viewed=True)
     assert isinstance(step, ViewStep)
     step.view_width = 20
