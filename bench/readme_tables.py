@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from longdraft.train.buckets import bucket_of
+from longdraft.draft_models.buckets import bucket_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SYSTEMS = {

@@ -193,10 +193,9 @@ class DecodeStep:
             if req.finished():  # since this batch was made: what it would return is dropped
                 continue
             counters = stats.attach(req, self.settings.mode)
-            counters.accept.add(len(drafted), min(count, len(run) - 1))
-            counters.rounds += 1
+            tokens = Tokens(req)
+            counters.count(len(drafted), min(count, len(run) - 1), tokens.cached)
             if drafted:
-                tokens = Tokens(req)
                 self.drafter.committed(DraftRequest(req.rid, tokens, req.prefix_indices, 0), run)
         return runs
 

@@ -94,8 +94,7 @@ class DeviceStep(DecodeStep):
             if req.finished() or req.is_retracted:
                 continue
             counters = stats.attach(req, self.settings.mode)
-            counters.accept.add(drafted, count)
-            counters.rounds += 1
+            counters.count(drafted, count, self._read(req))
 
     def run(self, batch: ScheduleBatch) -> GenerationBatchResult:
         self.unprocessed = len(self.launched)
@@ -150,6 +149,10 @@ class DeviceStep(DecodeStep):
 
     def _learn(self, reqs: list[Any], more: Any, gained: list[int]) -> None:
         """What a kind of rounds learns from one when its tokens are there."""
+
+    def _read(self, req: Any) -> int:
+        """Cached tokens that the round read, which the scheduler comes to, beside those that :meth:`_learn` counts."""
+        return Tokens(req).cached
 
     def _roster(self, batch: ScheduleBatch) -> Roster:
         if self.roster is None or not self.roster.of(batch.reqs):

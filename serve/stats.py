@@ -15,7 +15,8 @@ KEY = "longdraft"
 class CycleStats:
     """Of modes with views: partial and full verifications, tokens gained on a view before a full verification
     and how many it confirmed, full verifications that refused one, and how often a request fell back to its whole cache
-    because few were confirmed; tokens returned that a view alone verified, and how often pending ones were computed anew.
+    because few were confirmed; tokens returned that a view alone verified, and how often pending ones were computed anew;
+    cycles, and cached tokens that their verifications read on views and on whole caches.
     """
 
     partial: int = 0
@@ -26,9 +27,17 @@ class CycleStats:
     fallbacks: int = 0
     approximate: int = 0
     refreshes: int = 0
+    cycles: int = 0
+    read_partial: int = 0
+    read_full: int = 0
 
-    def add(self, rounds: int, full: bool, proposed: int, confirmed: int, fell: bool) -> None:
-        """One cycle: its partial rounds, and whether its last verification was a full one."""
+    def add(self, rounds: int, full: bool, proposed: int, confirmed: int, fell: bool, read: tuple[int, int]) -> None:
+        """One cycle: its partial rounds, whether its last verification was a full one, and cached tokens that partial and full
+        verifications read.
+        """
+        self.cycles += 1
+        self.read_partial += read[0]
+        self.read_full += read[1]
         self.partial += rounds + (not full)
         self.full += full
         self.proposed += proposed
@@ -58,7 +67,8 @@ class CycleStats:
 @dataclass
 class RequestStats:
     """Rounds (draft and verification) and target verifications of one request; failures are rounds without a usable draft; shapes are
-    how many rounds chose which, where there was a choice.
+    how many rounds chose which, where there was a choice; read are cached tokens that rounds without views read; seen is what
+    :mod:`longdraft.serve.metrics` has added up already.
     """
 
     mode: str
@@ -70,6 +80,14 @@ class RequestStats:
     ledger: Ledger | None = None
     verified_since_choice: int = 0
     own: RequestSettings = field(default_factory=RequestSettings)
+    read: int = 0
+    seen: tuple[int, ...] = ()
+
+    def count(self, drafted: int, accepted: int, read: int) -> None:
+        """One round: drafts, those among them that were kept, and cached tokens that it read whole (0 of a cycle, which counts its own)."""
+        self.accept.add(drafted, accepted)
+        self.rounds += 1
+        self.read += read
 
     def summary(self) -> dict[str, Any]:
         """What the response's ``meta_info`` carries."""

@@ -117,8 +117,7 @@ class TreeStep(DecodeStep):
             if req.finished():  # since this batch was made: what it would return is dropped
                 continue
             counters = stats.attach(req, self.settings.mode)
-            counters.accept.add(count, min(len(path) - 1, len(run) - 1))
-            counters.rounds += 1
+            counters.count(count, min(len(path) - 1, len(run) - 1), Tokens(req).cached)
         paths = [path[: len(run)] for path, run in zip(paths, runs, strict=True)]
         keep_paths(batch, tree, seen, paths, partial(self._move, len(runs)), self.observer)
         for req, run, count in zip(batch.reqs, runs, drafted, strict=True):

@@ -138,13 +138,16 @@ class ViewStep(ViewVerify):
                 continue
             counters = stats.attach(req, self.settings.mode)
             counted = proposed[b] if counters.mode == "exact" and not plan.everything[b] else 0
-            fell = self.planner.processed(
-                self._ledger(req), gained[b] + 1, counted, min(confirmed[b], counted), bool(doubtful[b])
-            )
-            counters.cycles.add(plan.rounds, plan.full[b], counted, min(confirmed[b], counted), fell)
+            ledger = self._ledger(req)
+            read = self.planner.read(plan, b, ledger)
+            fell = self.planner.processed(ledger, gained[b] + 1, counted, min(confirmed[b], counted), bool(doubtful[b]))
+            counters.cycles.add(plan.rounds, plan.full[b], counted, min(confirmed[b], counted), fell, read)
             if counters.mode in LOSSY:
                 renewed = plan.kind(b) == REPAIRED or (plan.full[b] and not plan.everything[b])
                 counters.cycles.lossy(0 if plan.full[b] else gained[b] + 1, renewed)
+
+    def _read(self, req: Any) -> int:
+        return 0
 
     def _round(self, batch: ScheduleBatch, roster: Roster, running: Running) -> GenerationBatchResult:
         ledgers = [self._ledger(r) for r in roster.reqs]

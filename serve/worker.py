@@ -18,6 +18,7 @@ from longdraft.serve.cache_format import cache_scales, verify_backend
 from longdraft.serve.decode_step import gave_up
 from longdraft.serve.make_step import make_step
 from longdraft.serve.measure_costs import measured_costs
+from longdraft.serve.metrics import make_metrics
 from longdraft.serve.observer import Observer
 from longdraft.serve.settings import read_environment
 from longdraft.serve.shape_costs import CostTable
@@ -31,7 +32,7 @@ from longdraft.serve.tree_shape import candidates
 from longdraft.serve.tree_step import TreeStep
 from longdraft.serve.view_step import ViewStep
 from longdraft.serve.views.cycle_plan import rooms
-from longdraft.serve.views.setup import keep_views
+from longdraft.serve.views.setup import keep_views, token_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class LongDraftWorker(BaseSpecWorker):
         self.step = make_step(
             *(self.shapes, target_worker, self.drafter, self.observer, settings, stride), viewed=settings.viewed
         )
+        self.metrics = make_metrics(server_args, token_bytes(self.runner))
         if simulated(settings.simulate_accept_length):
             logger.warning("longdraft: acceptance is simulated, the text is wrong: for benchmarks only")
 
@@ -171,6 +173,8 @@ class LongDraftWorker(BaseSpecWorker):
         return result
 
     def prepare_for_kv_cache_release(self, req: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.look(req)
         exact, count = self.step.exact_of(req), self.drafter.handed_back(req.rid, req.kv_committed_len)
         self.drafter.forget(req.rid)
         if exact is not None:  # what a view computed is approximate: no other request may find it
@@ -201,6 +205,8 @@ class LongDraftWorker(BaseSpecWorker):
         result = self.step.run(batch)
         last_B1 = result.accept_lens[:, None] - 1
         self.step.remember(batch, result.next_token_ids.view(len(batch.reqs), -1).gather(1, last_B1)[:, 0])
+        if self.metrics is not None:
+            self.metrics.ran(batch.reqs)
         return result
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from longdraft.draft_models.acceptance import AcceptStats
+from longdraft.draft_models.buckets import BUCKET_NAMES, TOTAL, bucket_of
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.reference_decode import Decoded, speculative_decode
 from longdraft.draft_models.repetition import ALLOWED, repeated_share
 from longdraft.kernels.view_attention import View
-from longdraft.train.buckets import BUCKET_NAMES, TOTAL, bucket_of
 from longdraft.train.config import EvaluationSettings
 from longdraft.train.documents import Corpus, Document
 from longdraft.train.samples import answer_start

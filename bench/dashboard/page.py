@@ -8,7 +8,7 @@ from typing import Any
 from longdraft.bench.dashboard.logs import RunLog
 from longdraft.bench.dashboard.panels import sections
 from longdraft.bench.dashboard.picture import present, run_colours, svg
-from longdraft.train.buckets import BUCKET_NAMES, TOTAL
+from longdraft.draft_models.buckets import BUCKET_NAMES, TOTAL
 from longdraft.train.tracking import redact
 from longdraft.train.wandb_log import BUCKETS_THERE, best_taus, flat
 

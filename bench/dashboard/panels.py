@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from longdraft.train.buckets import BUCKET_NAMES, TOTAL
+from longdraft.draft_models.buckets import BUCKET_NAMES, TOTAL
 from longdraft.train.wandb_log import BUCKETS_THERE
 
 Log = Literal["metrics", "evaluations"]

@@ -201,6 +201,13 @@ class CyclePlanner:
             wanted = self.choice.pick([ledger.chance for ledger in on_view], lengths, most)
         return min(wanted, 1) if self.prefill_waits else wanted
 
+    def read(self, plan: CyclePlan, b: int, ledger: Ledger) -> tuple[int, int]:
+        """Cached tokens that a cycle reads of a request on views, at most, and on whole caches; the ledger is from before it."""
+        view = ledger.budget or self.settings.view_tokens + ledger.length - ledger.exact
+        each = ledger.length if plan.everything[b] else min(ledger.length, view)
+        whole = plan.full[b] or plan.kind(b) == REPAIRED
+        return (plan.rounds + (not plan.full[b])) * each, whole * ledger.length
+
     def failed(self) -> None:
         """A wide verification failed, for want of memory perhaps: the next cycles do without what makes it wide."""
         self.careful = PAUSE

@@ -23,11 +23,16 @@ from longdraft.serve.views.view_state import ViewState
 FIXED_ON_A_CARD = 5e9  # bytes: 1.2 ms, seen between a partial verification's time and its reading on an H200
 
 
+def token_bytes(runner: Any) -> int:
+    """Keys and values of one cached token in all layers of a model runner's target."""
+    config = runner.model_config
+    item: int = runner.kv_cache_dtype.itemsize
+    return 2 * config.num_hidden_layers * config.get_num_kv_heads(1) * config.head_dim * item
+
+
 def read_bytes(runner: Any, drafter: Drafter, settings: ServeSettings, chain: int) -> Bytes:
     """What rounds read, for the first guess of how many of them pay."""
-    weights = sum(p.nbytes for p in runner.model.parameters())
-    config, item = runner.model_config, runner.kv_cache_dtype.itemsize
-    token = 2 * config.num_hidden_layers * config.get_num_kv_heads(1) * config.head_dim * item
+    weights, token = sum(p.nbytes for p in runner.model.parameters()), token_bytes(runner)
     fixed = FIXED_ON_A_CARD if runner.device == "cuda" else 0.0
     return Bytes(weights, drafter.bytes_per_step * (chain - 1), token, settings.view_width(chain), fixed)
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from server_process import SPECULATIVE, STRICT, HttpError, ServerProcess, counters, refused, tokens
 from tiny_draft import known_prompts
 
 KNOWN = [p.tolist() for p in known_prompts()]
 LOSSY = '"allow_lossy": true'
+KV_BYTES = 2 * 2 * 2 * 16 * 4  # of a token of the tiny target: keys and values of 2 layers, 2 heads of 16 floats
 VIEW = '"view_tokens": 96, "view_sinks": 16, "view_recent": 32'
 
 
@@ -31,7 +33,7 @@ def mode(name: str, **params: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def viewed(tiny_target: Path, tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server whose requests are verified on views unless they ask for another mode."""
-    arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(tiny_draft)]
+    arguments = [*SPECULATIVE, "--speculative-draft-model-path", str(tiny_draft), "--enable-metrics"]
     given = {**STRICT, "LONGDRAFT_SETTINGS": f'{{"mode": "exact", {LOSSY}, "rounds": 2, "confirm_floor": 0.2, {VIEW}}}'}
     log = tmp_path_factory.mktemp("viewed") / "log"
     with ServerProcess(tiny_target, arguments, log, given, overlap=True) as server:
@@ -111,6 +113,48 @@ def test_requests_that_need_their_text_are_verified_fully(plain: ServerProcess, 
         )
         assert len(tokens(beside.result())) == 80
     assert got == want
+
+
+def series(server: ServerProcess) -> dict[tuple[str, ...], float]:
+    """Our samples on ``/metrics``, by name, mode, context and, where there is one, kind."""
+    families = text_string_to_metric_families(server.get("/metrics"))
+    samples = [s for family in families for s in family.samples if s.name.startswith("longdraft:")]
+    keys = ("mode", "context", "kind")
+    return {
+        (
+            s.name.removeprefix("longdraft:").removesuffix("_total"),
+            *(s.labels[k] for k in keys if k in s.labels),
+        ): s.value
+        for s in samples
+    }
+
+
+def test_metrics_say_what_requests_of_each_mode_gained_and_read(viewed: ServerProcess) -> None:
+    viewed.generate(KNOWN[0], {"max_new_tokens": 4})  # of a request that has ended everything is there
+    before, asked = series(viewed), [("exact", 300), ("partial", 700), ("full", 300), ("sparse", 2200), ("off", 40)]
+    answers = {}
+    for name, length in asked:
+        answers[name] = counters(viewed.generate(long_prompt(length, length), mode(name, max_new_tokens=50)))
+    gained = {key: value - before.get(key, 0.0) for key, value in series(viewed).items()}
+    for name, length in asked:
+        count, labels = answers[name], (name, "<2K" if length < 2000 else "2K-8K")
+        assert gained["rounds", *labels] == count["rounds"] > 0
+        tau = gained["tokens", *labels] / gained["rounds", *labels]
+        assert tau == pytest.approx(count["tau"], abs=1e-4)
+        read = {kind: gained["cache_read_bytes", *labels, kind] for kind in ("partial", "full")}
+        ran = {kind: gained["verifications", *labels, kind] for kind in ("partial", "full")}
+        if name in ("full", "off"):
+            assert ran == {"partial": 0, "full": count["rounds"]} and read["partial"] == 0
+            continue
+        assert ran == {kind: count[f"{kind}_verifications"] for kind in ran}
+        assert gained["refreshes", *labels] == count["refreshes"]
+        assert gained["proposed_tokens", *labels] == count["gained_on_view"]
+        assert gained["confirmed_tokens", *labels] == count["confirmed"]
+        widest = {"exact": length + 100, "partial": 160, "sparse": 512}[name]  # exact may fall back to its whole cache
+        assert 0 < read["partial"] / ran["partial"] <= widest * KV_BYTES
+        if ran["full"]:
+            assert length * KV_BYTES < read["full"] / ran["full"] < (length + 100) * KV_BYTES
+    assert answers["partial"]["refreshes"] > 0 and answers["exact"]["gained_on_view"] > 0
 
 
 SLOTS = 900

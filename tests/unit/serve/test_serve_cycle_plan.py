@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from longdraft.serve.settings import LONGEST_REFRESH, ServeSettings
-from longdraft.serve.views.cycle_plan import FULL, PARTIAL, PAUSE, REPAIRED, CyclePlanner, Ledger
+from longdraft.serve.views.cycle_plan import FULL, PARTIAL, PAUSE, REPAIRED, CyclePlan, CyclePlanner, Ledger
 from longdraft.serve.views.round_choice import ODD, OUTLIER, TRIED, Bytes, RoundChoice, expected
 
 GIB = 2.0**30
@@ -273,3 +273,16 @@ def test_what_was_computed_anew_is_exact_and_the_round_behind_it_is_not() -> Non
     given.launched([ledger], failed)
     given.processed(ledger, 3, 0, 0, False)
     assert (ledger.length, ledger.exact) == (9008, 9000)
+
+
+def test_a_cycle_says_what_it_reads() -> None:
+    made, plan = planner(view_tokens=1000), CyclePlan(2, (True, True, False), (False, True, False), 20)
+    long, short = Ledger(9000, 8990), Ledger(300, 300)
+    assert made.read(plan, 0, long) == (2 * 1010, 9000), "what is pending is read beside the view"
+    assert made.read(plan, 0, short) == (2 * 300, 300)
+    assert made.read(plan, 1, long) == (2 * 9000, 9000), "on its whole cache all the time"
+    assert made.read(plan, 2, long) == (3 * 1010, 0)
+    sparse = Ledger(9000, 5000, budget=512)
+    assert made.read(CyclePlan(0, (False,), (False,), 0), 0, sparse) == (512, 0)
+    repaired = CyclePlan(0, (False,), (False,), 0, repaired=(True,))
+    assert made.read(repaired, 0, sparse) == (512, 9000)

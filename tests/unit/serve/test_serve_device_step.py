@@ -227,7 +227,7 @@ def test_a_verification_that_fails_is_repeated_one_by_one(behind: bool, tree: st
     forgotten: list[str] = []
     step = SimpleNamespace(exact_of=lambda req: None)
     drafter = SimpleNamespace(forget=forgotten.append, handed_back=lambda rid, count: count)
-    worker: Any = SimpleNamespace(drafter=drafter, step=step)
+    worker: Any = SimpleNamespace(drafter=drafter, step=step, metrics=None)
     for req in reqs:
         req.kv_committed_len, req.cache_protected_len = 7, 1
         assert not hasattr(req, "skip_radix_cache_insert"), "a chunk of a prefill is kept without it"

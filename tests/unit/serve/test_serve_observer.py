@@ -147,11 +147,14 @@ def test_an_ended_request_hands_back_what_is_exact_and_what_the_draft_has(
         return min(count, whole)
 
     drafter = SimpleNamespace(handed_back=whole_of, forget=asked.append)
-    worker: Any = SimpleNamespace(drafter=drafter, step=SimpleNamespace(exact_of=lambda req: exact))
+    looked: list[Any] = []
+    step, metrics = SimpleNamespace(exact_of=lambda req: exact), SimpleNamespace(look=looked.append)
+    worker: Any = SimpleNamespace(drafter=drafter, step=step, metrics=metrics)
     req = SimpleNamespace(
         rid="r", kv_committed_len=40, cache_protected_len=protected, to_finish=None, finished_reason=None
     )
     LongDraftWorker.prepare_for_kv_cache_release(worker, req)
+    assert looked == [req], "its last rounds are counted"
     assert req.kv_committed_len == handed_back
     assert asked == [("r", 40), "r"], "it is asked before it forgets"
 

@@ -9,10 +9,10 @@ import pytest
 from tiny import tiny_draft, tiny_target
 
 from longdraft.draft_models.acceptance import AcceptStats
+from longdraft.draft_models.buckets import bucket_of
 from longdraft.draft_models.reference_decode import Decoded, speculative_decode
 from longdraft.draft_models.repetition import repeated_share
 from longdraft.train import evaluation
-from longdraft.train.buckets import bucket_of
 from longdraft.train.config import EvaluationSettings
 from longdraft.train.documents import Document
 from longdraft.train.evaluation import BucketResult, cut_prompts, evaluate

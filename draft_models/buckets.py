@@ -6,5 +6,5 @@ TOTAL = "all"
 
 
 def bucket_of(length: int) -> str:
-    """Name of the context bucket of a prompt of so many tokens."""
+    """Name of the context bucket of so many tokens."""
     return next(name for limit, name in BUCKETS if length < limit)
