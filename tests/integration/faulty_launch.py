@@ -14,7 +14,7 @@ from longdraft.serve.drafters import longspec
 from longdraft.serve.sampling import target_choice as choices
 
 calls = {"propose": 0, "choice": 0, "gain": 0}
-process = choices.process_logits
+process, choose = choices.process_logits, device_verify.choose_running
 
 
 def sometimes_raising(propose: Any) -> Any:
@@ -27,15 +27,25 @@ def sometimes_raising(propose: Any) -> Any:
     return planted
 
 
-def once_raising(logits: Any, reqs: Any, drafts: Any, tree: Any = None) -> Any:
+def fail_at_times(reqs: Any, drafted: bool) -> None:
     calls["choice"] += 1
-    if calls["choice"] % 7 == 0 and any(drafts):
+    if calls["choice"] % 7 == 0 and drafted:
         raise RuntimeError("planted: a drafted verification fails")
     if any(r.sampling_params.max_new_tokens == 31 and len(r.output_ids) >= 5 for r in reqs):
         raise RuntimeError("planted: every verification of this request fails")
     if any(r.sampling_params.max_new_tokens == 33 for r in reqs):
         raise RuntimeError("planted: not even the first token of this request can be chosen")
+
+
+def once_raising(logits: Any, reqs: Any, drafts: Any, tree: Any = None) -> Any:
+    fail_at_times(reqs, any(drafts))
     return process(logits, reqs, drafts, tree)
+
+
+def running_raising(logits: Any, reqs: Any, params: Any, position: Any, kept: bool = True) -> Any:
+    """Rounds on the device, whose greedy choices need no processed logits."""
+    fail_at_times(reqs, position.shape[1] > 1)
+    return choose(logits, reqs, params, position, kept)
 
 
 def at_times_without_memory(gain: Any) -> Any:
@@ -61,7 +71,7 @@ view_step.ViewStep._gain = at_times_without_memory(view_step.ViewStep._gain)  # 
 device_step.DeviceStep._returned = without_memory(device_step.DeviceStep._returned)  # type: ignore[method-assign]
 for name in ("propose", "propose_running"):
     setattr(longspec.LongSpecDrafter, name, sometimes_raising(getattr(longspec.LongSpecDrafter, name)))
-choices.process_logits = device_verify.process_logits = once_raising
+choices.process_logits, device_verify.choose_running = once_raising, running_raising
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server
