@@ -24,9 +24,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from triton.runtime.errors import OutOfResources
 
-from longdraft.bench.card_time import copy_bandwidth, seconds
+from longdraft.bench.card_time import copy_bandwidth, seconds, sweep_tiles
 from longdraft.bench.prefix_attention import DTYPES, HEADS, KV_HEADS, SCALE, SIZE, Layers, Shape, make_layers
 from longdraft.bench.record import make_record, write_record
 from longdraft.kernels.block_bound import block_bound
@@ -112,20 +111,15 @@ def sweep(shape: Shape, dtype: str, page_size: int, copy: float) -> None:
     layers = make_layers(shape, DTYPES[dtype], page_size, "cuda")
     key_bytes = shape.bytes_read(DTYPES[dtype]) / 2
     first = block_tile_for(shape.rows * HEADS // KV_HEADS, SIZE, DTYPES[dtype].itemsize, BLOCK)
-    found = dict[BlockTile, float]()
     blocks = count_blocks(layers.plan, BLOCK, None)
-    for size, turns, warps, stages in itertools.product((16, 32, 64, 128), (1, 2, 4), (2, 4, 8), (2, 3, 4)):
-        tile = first._replace(blocks=size, turns=turns, warps=warps, stages=stages)
-        try:
-            work = partial(
-                score_all, layers, partial(triton_block_lse, scale=SCALE, block=BLOCK, blocks=blocks, tile=tile)
-            )
-            found[tile] = key_bytes * len(layers.caches) / seconds(work) / copy
-        except OutOfResources:
-            found[tile] = 0.0
-        print(f"{shape} {dtype} page {page_size}: {found[tile]:6.1%} of copy with {tile}", flush=True)
-    best = max(found, key=found.__getitem__)
-    print(f"{shape} {dtype}: chosen {found.get(first, 0.0):.1%}, best {found[best]:.1%} {best}", flush=True)
+
+    def rate(tile: BlockTile) -> float:
+        score = partial(triton_block_lse, scale=SCALE, block=BLOCK, blocks=blocks, tile=tile)
+        return key_bytes * len(layers.caches) / seconds(partial(score_all, layers, score)) / copy
+
+    sizes = itertools.product((16, 32, 64, 128), (1, 2, 4), (2, 4, 8), (2, 3, 4))
+    tiles = [first._replace(blocks=n, turns=t, warps=w, stages=s) for n, t, w, s in sizes]
+    sweep_tiles(f"{shape} {dtype} page {page_size}", first, tiles, rate)
 
 
 def main(argv: list[str] | None = None) -> int:

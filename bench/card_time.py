@@ -1,10 +1,13 @@
 """Time of work on a card, and the bandwidth of a plain copy that it is compared with."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
 
 import torch
+from triton.runtime.errors import OutOfResources
 
+Tile = TypeVar("Tile", bound=Hashable)
 COPY_BYTES = 2 << 30  # far beyond any cache
 WARM_UP, REPEATS = 3, 20
 
@@ -40,3 +43,16 @@ def copy_bandwidth() -> float:
     source, target = torch.zeros(2, COPY_BYTES // 8, dtype=torch.int64, device="cuda")
     copies: list[Callable[[], object]] = [lambda: target.copy_(source), lambda: torch.add(source, 1, out=target)]
     return 2 * COPY_BYTES / min(seconds(copy, graph) for copy in copies for graph in (True, False))
+
+
+def sweep_tiles(label: str, first: Tile, tiles: Iterable[Tile], rate: Callable[[Tile], float]) -> None:
+    """Print the rate, a share of a copy's, of every tile that fits the card, the chosen one's and the best."""
+    found = dict[Tile, float]()
+    for tile in tiles:
+        try:
+            found[tile] = rate(tile)
+        except OutOfResources:
+            found[tile] = 0.0
+        print(f"{label}: {found[tile]:6.1%} of copy with {tile}", flush=True)
+    best = max(found, key=found.__getitem__)
+    print(f"{label}: chosen {found.get(first, 0.0):.1%}, best {found[best]:.1%} {best}", flush=True)

@@ -28,9 +28,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from triton.runtime.errors import OutOfResources
 
-from longdraft.bench.card_time import copy_bandwidth, seconds
+from longdraft.bench.card_time import copy_bandwidth, seconds, sweep_tiles
 from longdraft.bench.prefix_attention import DTYPES, HEADS, KV_HEADS, SCALE, SIZE, Layers, Shape, make_layers
 from longdraft.bench.record import make_record, write_record
 from longdraft.kernels.head_mass import head_mass
@@ -148,22 +147,18 @@ def sweep(shape: Shape, dtype: str, page_size: int, copy: float) -> None:
         keys = len({h * KV_HEADS // HEADS for h in chosen})
         rows, count = shape.rows * len(chosen) // keys, len(layers.caches)
         first = mass_tile_for(rows, SIZE, DTYPES[dtype].itemsize, shape.batch * keys * columns)
-        found = dict[MassTile, float]()
-        for wide, span, warps, stages in itertools.product((32, 64, 128), (256, 512, 1024, 2048), (2, 4, 8), (2, 3, 4)):
-            tile = first._replace(columns=wide, turns=span // wide, warps=warps, stages=stages)
 
-            def work(tile: MassTile = tile, chosen: tuple[int, ...] = chosen) -> None:
+        def rate(tile: MassTile, chosen: tuple[int, ...] = chosen, name: str = heads, count: int = count) -> float:
+            def work() -> None:
                 for k_SKD, _ in layers.caches:
                     mine = layers.q_THD, k_SKD, layers.plan, SCALE * kv_scale, chosen, None, None, columns
                     triton_head_mass(*mine, tile)
 
-            try:
-                found[tile] = key_bytes(shape, DTYPES[dtype], heads) * count / seconds(work) / copy
-            except OutOfResources:
-                found[tile] = 0.0
-            print(f"{shape} {dtype} {heads} page {page_size}: {found[tile]:6.1%} of copy with {tile}", flush=True)
-        best = max(found, key=found.__getitem__)
-        print(f"{shape} {dtype} {heads}: chosen {found.get(first, 0.0):.1%}, best {found[best]:.1%} {best}", flush=True)
+            return key_bytes(shape, DTYPES[dtype], name) * count / seconds(work) / copy
+
+        sizes = itertools.product((32, 64, 128), (256, 512, 1024, 2048), (2, 4, 8), (2, 3, 4))
+        tiles = [first._replace(columns=n, turns=span // n, warps=w, stages=s) for n, span, w, s in sizes]
+        sweep_tiles(f"{shape} {dtype} {heads} page {page_size}", first, tiles, rate)
 
 
 def main(argv: list[str] | None = None) -> int:

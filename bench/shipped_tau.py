@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -100,6 +99,16 @@ def figures(rows: list[Row]) -> dict[str, float]:
     return out
 
 
+def finish(name: str, device: str, rows: list[Row], checks: dict[str, bool], path: Path, **more: float) -> int:
+    """Write and print the record of all rows; 1 where a check fails, or the two sides differ in their verifications."""
+    checks |= {"verifications_equal": all(row.verifications == row.served_verifications for row in rows)}
+    settings = {"steps": STEPS, "new_tokens": NEW_TOKENS, "dtype": "float32", "device": device}
+    record = make_record(name, settings, figures(rows) | more, checks, rows=[vars(row) for row in rows])
+    write_record(record, path)
+    print(json.dumps({**record["figures"], **checks}, indent=1))
+    return 0 if all(checks.values()) else 1
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="longdraft bench shipped_tau", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--target", required=True)
@@ -113,15 +122,9 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[Row] = []
     for name, _, folder in (word.partition("=") for word in args.draft):
         rows += measure(args.target, name, Path(folder), cases, args.logs / f"{name}.log")
-    checks: dict[str, Any] = {
-        "tokens_equal": all(row.same_tokens for row in rows),
-        "verifications_equal": all(row.verifications == row.served_verifications for row in rows),
-    }
-    settings = {"steps": STEPS, "new_tokens": NEW_TOKENS, "dtype": "float32", "device": "cpu"}
-    record = make_record("shipped_drafts_tau", settings, figures(rows), checks, rows=[vars(row) for row in rows])
-    write_record(record, args.record)
-    print(json.dumps({**record["figures"], **checks}, indent=1))
-    return 0 if all(checks.values()) else 1
+    return finish(
+        "shipped_drafts_tau", "cpu", rows, {"tokens_equal": all(row.same_tokens for row in rows)}, args.record
+    )
 
 
 if __name__ == "__main__":

@@ -9,9 +9,10 @@ from typing import Literal
 
 import torch
 
-from longdraft.kernels.block_lse import block_backend, count_blocks, work_dtype
+from longdraft.kernels.block_lse import count_blocks, work_dtype
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import gather_slots
+from longdraft.kernels.twin import score_backend
 
 Rule = Literal["quest", "specpv"]
 
@@ -70,7 +71,7 @@ def block_bound(
         UserError: a backend that is unknown or cannot serve this call.
     """
     blocks = count_blocks(plan, block, blocks)
-    if block_backend(backend, q_THD, k_SKD, plan) == "torch":
+    if score_backend(backend, q_THD, k_SKD, plan, "blocks") == "torch":
         return torch_block_bound(q_THD, k_SKD, plan, block, blocks, scale, rule)
     from longdraft.kernels.triton_block_bound import triton_block_bound  # no Triton, no harm
 

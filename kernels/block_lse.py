@@ -9,28 +9,9 @@ Legend: B requests, T query rows of all requests (R of one), S cache slots, W pa
 
 import torch
 
-from longdraft.errors import UserError
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import gather_slots
-from longdraft.kernels.prefix_fit import unfit_triton
-
-BACKENDS = ("triton", "torch")
-
-
-def block_backend(name: str | None, q_THD: torch.Tensor, k_SKD: torch.Tensor, plan: AttentionPlan) -> str:
-    """The named implementation of block scores or, for None, the one for these queries and this cache (on a CPU the twin).
-
-    Raises:
-        UserError: a name that is unknown, or one that cannot serve this.
-    """
-    reason = unfit_triton(q_THD, k_SKD, plan)
-    if name is None:
-        return "triton" if q_THD.is_cuda and reason is None else "torch"  # Triton's interpreter is for tests
-    if name not in BACKENDS:
-        raise UserError(f"backend={name!r} is unknown: write one of {', '.join(BACKENDS)}")
-    if name == "triton" and reason:
-        raise UserError(f"backend='triton' cannot score these blocks, {reason}: take 'torch', or none")
-    return name
+from longdraft.kernels.twin import score_backend
 
 
 def count_blocks(plan: AttentionPlan, block: int, blocks: int | None) -> int:
@@ -104,7 +85,7 @@ def block_lse(
         UserError: a backend that is unknown or cannot serve this call.
     """
     blocks = count_blocks(plan, block, blocks)
-    if block_backend(backend, q_THD, k_SKD, plan) == "torch":
+    if score_backend(backend, q_THD, k_SKD, plan, "blocks") == "torch":
         return torch_block_lse(q_THD, k_SKD, plan, scale * kv_scale, block, blocks)
     from longdraft.kernels.triton_block_lse import triton_block_lse  # no Triton, no harm
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from longdraft.kernels.twin import simple_backend
+
 
 class ChainInputs(NamedTuple):
     """Ids, positions and cache slots of the new tokens, int64 ``[B, T]`` each."""
@@ -17,10 +19,6 @@ class ChainInputs(NamedTuple):
     id_BT: torch.Tensor
     position_BT: torch.Tensor
     slot_BT: torch.Tensor
-
-
-def _backend(on: torch.Tensor, name: str | None) -> str:
-    return name or ("triton" if on.is_cuda else "torch")
 
 
 def torch_chain_inputs(
@@ -60,7 +58,7 @@ def chain_inputs(
         table_RC: int32 page table; every position that counts has a column.
         backend: ``"triton"`` or ``"torch"``; None takes Triton on a GPU.
     """
-    if _backend(draft_BK, backend) == "torch":
+    if simple_backend(draft_BK, backend) == "torch":
         return torch_chain_inputs(newest_B, draft_BK, limit_B, length_B, row_B, table_RC)
     from longdraft.kernels.triton_chain_inputs import triton_chain_inputs  # no Triton, no harm
 
@@ -89,7 +87,7 @@ def remember(
         id_BN: int64 tokens, no more than I.
         backend: as in :func:`chain_inputs`.
     """
-    if _backend(id_RI, backend) == "torch":
+    if simple_backend(id_RI, backend) == "torch":
         torch_remember(id_RI, row_B, position_B, id_BN)
         return
     from longdraft.kernels.triton_chain_inputs import triton_remember

@@ -16,25 +16,7 @@ from longdraft.errors import UserError
 from longdraft.kernels.block_lse import count_blocks, work_dtype
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import gather_slots
-from longdraft.kernels.prefix_fit import unfit_triton
-
-BACKENDS = ("triton", "torch")
-
-
-def mass_backend(name: str | None, q_THD: torch.Tensor, k_SKD: torch.Tensor, plan: AttentionPlan) -> str:
-    """The named implementation of :func:`head_mass` or, for None, the one for these queries and this cache (on a CPU the twin).
-
-    Raises:
-        UserError: a name that is unknown, or one that cannot serve this.
-    """
-    reason = unfit_triton(q_THD, k_SKD, plan)
-    if name is None:
-        return "triton" if q_THD.is_cuda and reason is None else "torch"  # Triton's interpreter is for tests
-    if name not in BACKENDS:
-        raise UserError(f"backend={name!r} is unknown: write one of {', '.join(BACKENDS)}")
-    if name == "triton" and reason:
-        raise UserError(f"backend='triton' cannot score these heads, {reason}: take 'torch', or none")
-    return name
+from longdraft.kernels.twin import score_backend
 
 
 def check_heads(heads: Sequence[int], query_heads: int) -> tuple[int, ...]:
@@ -122,7 +104,7 @@ def head_mass(
         )
     assert out is None or (out.dtype == work_dtype(q_THD) and len(out) == len(plan) and out.stride(1) == 1)
     columns = count_blocks(plan, 1, columns) if out is None else out.shape[1]
-    if mass_backend(backend, q_THD, k_SKD, plan) == "torch":
+    if score_backend(backend, q_THD, k_SKD, plan, "heads") == "torch":
         if out is None:
             out = torch.zeros(len(plan), columns, dtype=work_dtype(q_THD), device=q_THD.device)
         torch_head_mass(q_THD, k_SKD, plan, scale * kv_scale, chosen, rows_valid, out)

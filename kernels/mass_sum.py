@@ -9,6 +9,7 @@ Legend: B requests, T query rows of all requests (R of each), H query heads, N b
 import torch
 
 from longdraft.kernels.block_lse import block_mass
+from longdraft.kernels.twin import simple_backend
 
 
 def torch_mass_sum(lse_THN: torch.Tensor, batch: int) -> torch.Tensor:
@@ -25,8 +26,7 @@ def mass_sum(lse_THN: torch.Tensor, batch: int, backend: str | None = None) -> t
         batch: B.
         backend: ``"triton"`` or ``"torch"``; None takes Triton on a GPU (float64: the twin).
     """
-    fits = lse_THN.is_cuda and lse_THN.dtype == torch.float32
-    if (backend or ("triton" if fits else "torch")) == "torch":
+    if simple_backend(lse_THN, backend) == "torch":
         return torch_mass_sum(lse_THN, batch)
     from longdraft.kernels.triton_mass_sum import triton_mass_sum  # no Triton, no harm
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from longdraft.kernels.twin import simple_backend
+
 
 class RingWindows(NamedTuple):
     """Where a chain's tokens stand, int64, and what each sees: slots ``ring * size + position % size``, int32, and how many, int32.
@@ -50,7 +52,7 @@ def ring_windows(
         size: slots of a ring, at least ``window``.
         backend: ``"triton"`` or ``"torch"``; None takes Triton on a GPU.
     """
-    if (backend or ("triton" if row_B.is_cuda else "torch")) == "torch":
+    if simple_backend(row_B, backend) == "torch":
         return torch_ring_windows(row_B, position_B, first_Q, steps, window, size)
     from longdraft.kernels.triton_ring_windows import triton_ring_windows  # no Triton, no harm
 

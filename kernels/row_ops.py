@@ -9,9 +9,7 @@ Legend: T rows, N choices, V table rows or a vocabulary, E row size, F = half of
 import torch
 from torch.nn import functional as F
 
-
-def _backend(x: torch.Tensor, name: str | None) -> str:
-    return name or ("triton" if x.is_cuda and x.dtype != torch.float64 else "torch")
+from longdraft.kernels.twin import simple_backend
 
 
 def torch_embed_norm(
@@ -34,7 +32,7 @@ def embed_norm(
         eps: of the norm.
         backend: ``"triton"`` or ``"torch"``; None takes Triton on a GPU (float64: the twin).
     """
-    if _backend(weight_E, backend) == "torch":
+    if simple_backend(weight_E, backend) == "torch":
         return torch_embed_norm(id_T, table_VE, weight_E, eps)
     from longdraft.kernels.triton_row_ops import triton_embed_norm  # no Triton, no harm
 
@@ -59,7 +57,7 @@ def add_norm(
         eps: of the norm.
         backend: as in :func:`embed_norm`.
     """
-    if _backend(h_TE, backend) == "torch":
+    if simple_backend(h_TE, backend) == "torch":
         return torch_add_norm(more_TE, h_TE, weight_E, eps)
     from longdraft.kernels.triton_row_ops import triton_add_norm
 
@@ -74,7 +72,7 @@ def torch_gated_silu(both_T2F: torch.Tensor) -> torch.Tensor:
 
 def gated_silu(both_T2F: torch.Tensor, backend: str | None = None) -> torch.Tensor:
     """``silu(gate) * up``, ``[T, F]``, of a packed projection ``[gate, up]``; ``backend`` as in :func:`embed_norm`."""
-    if _backend(both_T2F, backend) == "torch":
+    if simple_backend(both_T2F, backend) == "torch":
         return torch_gated_silu(both_T2F)
     from longdraft.kernels.triton_row_ops import triton_gated_silu
 
@@ -91,7 +89,7 @@ def best_id(logits_TN: torch.Tensor, id_N: torch.Tensor, backend: str | None = N
 
     For some ten thousand choices: one program reads a row. ``backend`` as in :func:`embed_norm`.
     """
-    if _backend(logits_TN, backend) == "torch":
+    if simple_backend(logits_TN, backend) == "torch":
         return torch_best_id(logits_TN, id_N)
     from longdraft.kernels.triton_row_ops import triton_best_id
 
@@ -108,7 +106,7 @@ def best_place(logits_TV: torch.Tensor, backend: str | None = None) -> torch.Ten
 
     One pass over the numbers, none is written; ``backend`` as in :func:`embed_norm`.
     """
-    if _backend(logits_TV, backend) == "torch":
+    if simple_backend(logits_TV, backend) == "torch":
         return torch_best_place(logits_TV)
     from longdraft.kernels.triton_row_ops import triton_best_place
 

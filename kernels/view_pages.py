@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from longdraft.kernels.twin import simple_backend
+
 
 @dataclass(frozen=True)
 class Lists:
@@ -81,7 +83,7 @@ def view_pages(
         int32 slots ``[L, B, width + count]`` and the int32 number of cached tokens that each request reads ``[L, B]``. What has
         no slot is 0.
     """
-    if (backend or ("triton" if table_RC.is_cuda else "torch")) == "torch":
+    if simple_backend(table_RC, backend) == "torch":
         return torch_view_pages(lists, table_RC, row_B, length_B, everything_B, width, count)
     from longdraft.kernels.triton_view_pages import triton_view_pages  # no Triton, no harm
 
