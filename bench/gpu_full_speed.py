@@ -106,8 +106,9 @@ def write_models(folder: Path) -> dict[str, Path]:
 def launch_command(
     system: str, models: dict[str, Path], context: int, times: Path | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of one system. Behind ours ``-exact``, ``-partial`` and ``-sparse`` mean these modes, then ``-sync``
-    without overlap and ``-eager`` also without CUDA graphs.
+    """Command line and environment of one system. Behind ours ``-exact``, ``-partial`` and ``-sparse`` mean these modes, ``-sets`` behind
+    one of the first two that single tokens make up its views (Dustin's selector), then ``-sync`` that there is no overlap and
+    ``-eager`` that there are no CUDA graphs either.
 
     Args:
         system: its name.
@@ -129,7 +130,8 @@ def launch_command(
             command += ["--speculative-draft-window-size", str(WINDOW)]
         return command, {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT)), "SGLANG_PLUGINS": "none"}
     if system.startswith("longdraft"):
-        name = system.removesuffix("-eager").removesuffix("-sync")
+        behind = system.removesuffix("-eager").removesuffix("-sync")
+        name = behind.removesuffix("-sets")
         mode = next((m for m in VIEWED if name.endswith(f"-{m}")), None)
         draft = name if mode is None else name.removesuffix(f"-{mode}")
         command += ["--speculative-algorithm", "LONGDRAFT", "--speculative-draft-model-path", str(models[draft])]
@@ -141,6 +143,7 @@ def launch_command(
         own = {"draft_head_tokens": HEAD, "draft_head_counts": str(models["counts"])} if draft == "longdraft" else {}
         own |= {"draft_context": context} if draft == "longdraft-lm-whole" else {}
         views = {} if mode is None else {"mode": mode, "view_tokens": VIEW, "simulate_confirmed_share": CONFIRMED}
+        views |= {"view_selector": "dustin"} if name != behind else {}
         views |= {"allow_lossy": True} if mode in LOSSY else {}
         settings = json.dumps(own | views | ({} if times is None else {"step_times": str(times)}))
         forced = {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT))}

@@ -126,25 +126,27 @@ def decode(server: Server, prompts: list[list[int]], batch: int, new_tokens: int
 
 
 def unlooping(
-    plain: Server, prompts: list[list[int]], count: int, new_tokens: int
+    plain: Server, prompts: list[list[int]], count: int, new_tokens: int, batch: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The first ``count`` prompts whose plain answers do not loop, and those answers.
+    """The first ``count`` prompts whose plain answers do not loop, and those answers; ``batch`` prompts are asked at once.
 
     Raises:
         UserError: there are none.
     """
     kept: list[list[int]] = []
     answers: list[list[int]] = []
-    for ids in prompts:
-        if len(kept) == count:
+    for start in range(0, len(prompts), batch):
+        if len(kept) >= count:
             break
-        answer = list(generate(plain, [ids], new_tokens)[1][0]["output_ids"])
-        if repeated_share(answer) <= ALLOWED:
-            kept.append(ids)
-            answers.append(answer)
+        asked = prompts[start : start + batch]
+        for ids, reply in zip(asked, generate(plain, asked, new_tokens)[1], strict=True):
+            answer = list(reply["output_ids"])
+            if repeated_share(answer) <= ALLOWED:
+                kept.append(ids)
+                answers.append(answer)
     if not kept:
         raise UserError("every plain answer loops: give other prompts")
-    return kept, answers
+    return kept[:count], answers[:count]
 
 
 def compared(plain: Server, prompts: list[list[int]], want: list[list[int]], got: list[list[int]]) -> list[float]:
@@ -164,7 +166,7 @@ def measure(args: argparse.Namespace, prompts: list[list[int]], on_cpu: bool) ->
     rows: list[Any] = []
     words, own = command(args.target, args, on_cpu, None), environment(on_cpu, True, args.dtype)
     with Server("plain", words, args.logs / "tree-speed-plain.log", own) as plain:
-        prompts, want = unlooping(plain, prompts, args.count, args.new_tokens)
+        prompts, want = unlooping(plain, prompts, args.count, args.new_tokens, max(args.batches))
         figures["prompts"] = len(prompts)
         for batch in args.batches:
             figures[f"plain_tok_s_b{batch}"] = round(decode(plain, prompts, batch, args.new_tokens).tok_s, 2)

@@ -55,15 +55,17 @@ def test_looping_answers_are_left_out_until_there_are_enough(monkeypatch: pytest
     asked = []
 
     def generate(server: Any, ids: list[list[int]], new_tokens: int) -> Any:
-        asked.append(ids[0])
-        return 1.0, [{"output_ids": [5] * 40 if ids[0][0] % 2 else list(range(40))}]
+        asked.append(ids)
+        return 1.0, [{"output_ids": [5] * 40 if n % 2 else list(range(40))} for (n,) in ids]
 
     monkeypatch.setattr(tree_speed, "generate", generate)
-    kept, answers = tree_speed.unlooping(None, [[n] for n in range(9)], 2, 40)  # type: ignore[arg-type]
+    kept, answers = tree_speed.unlooping(None, [[n] for n in range(9)], 2, 40, 2)  # type: ignore[arg-type]
     assert kept == [[0], [2]] and answers == [list(range(40))] * 2
-    assert asked == [[0], [1], [2]], "no more are asked than needed"
+    assert asked == [[[0], [1]], [[2], [3]]], "no more are asked than needed"
+    kept, _ = tree_speed.unlooping(None, [[n] for n in range(9)], 2, 40, 9)  # type: ignore[arg-type]
+    assert kept == [[0], [2]], "the last batch may have more than asked"
     with pytest.raises(UserError, match="every plain answer loops"):
-        tree_speed.unlooping(None, [[1]], 2, 40)  # type: ignore[arg-type]
+        tree_speed.unlooping(None, [[1]], 2, 40, 1)  # type: ignore[arg-type]
 
 
 def test_decoding_is_timed_without_the_prompts_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,10 +89,16 @@ def test_requests_are_sent_on_time_and_all_are_waited_for(monkeypatch: pytest.Mo
     def answer(server: Any, ids: list[int], new_tokens: int, served: Served) -> None:
         served.chunk(served.sent + 0.01, new_tokens)
 
+    clock = [100.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
     monkeypatch.setattr(steady_arrivals, "request", answer)
+    monkeypatch.setattr(steady_arrivals, "time", SimpleNamespace(perf_counter=lambda: clock[0], sleep=sleep))
     found = steady_arrivals.run(None, rate=50, seconds=0.2, new_tokens=3)  # type: ignore[arg-type]
     assert len(found) == 10 and all(len(s.times) == 3 for s in found)
-    assert found[-1].sent - found[0].sent >= 0.17
+    assert [s.sent - 100 for s in found] == pytest.approx([n / 50 for n in range(10)])
 
 
 def test_full_verifications_among_partial_ones_are_no_gaps() -> None:
@@ -125,6 +132,9 @@ def test_systems_of_ours_say_their_mode(tmp_path: Path) -> None:
         "longdraft-eagle3-partial": ("partial", str(models["longdraft-eagle3"])),
         "longdraft-exact-sync": ("exact", str(models["longdraft"])),
     }
+    for system, selector in (("longdraft-exact", None), ("longdraft-exact-sets", "dustin")):
+        given = json.loads(launch_command(system, models, 1000)[1]["LONGDRAFT_SETTINGS"])
+        assert (given["mode"], given.get("view_selector")) == ("exact", selector)
 
 
 def test_a_language_model_drafts_shorter_chains(tmp_path: Path) -> None:
