@@ -7,7 +7,6 @@ where it gave the same answers, nothing was sampled; a shape of which no draft w
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,9 +25,6 @@ from longdraft.serve.draft_lm_checks import is_causal_lm
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 CHAIN = "chain5"
 TREES = {"longspec": "4,16,16,16,16", "eagle3": "eagle2:5,8,60"}
-# SGLang's Triton kernels multiply float32 in TF32 unless told otherwise; one row and several then differ by far more than float32.
-# Three products in TF32 are as good as one in float32; without tensor cores ("ieee") a prompt of 8K tokens takes four seconds.
-WHOLE_FLOAT32 = {"TRITON_F32_DEFAULT": os.environ.get("TRITON_F32_DEFAULT", "tf32x3")}
 
 
 def decode(server: Server, prompts: list[list[int]], seeds: Sequence[int], batch: int, new_tokens: int) -> Run:
@@ -59,7 +55,7 @@ def serve(args: argparse.Namespace, shape: str, mode: str, on_cpu: bool) -> Serv
     words = [*command(args.target, args, on_cpu, shape), "--mode", mode]
     name = "plain" if mode == "off" else shape
     log = args.logs / f"seeded-{name if mode == 'off' else word(shape)}.log"
-    return Server(name, words, log, environment(on_cpu, plain=False) | WHOLE_FLOAT32)
+    return Server(name, words, log, environment(on_cpu, False, args.dtype))
 
 
 def measure(

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from longdraft.bench.record import check_record
-from longdraft.bench.seeded_identity import WHOLE_FLOAT32
 from longdraft.bench.server import Generation, Server
 from longdraft.bench.shipped_tau import NEW_TOKENS, STEPS, Row, finish, prompts
+from longdraft.bench.tree_speed import WHOLE_FLOAT32
 from longdraft.draft_models.checkpoint import check_draft, load_draft, read_config
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.repetition import ALLOWED, repeated_share

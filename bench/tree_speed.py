@@ -9,6 +9,7 @@ Speed is that of decoding: prompts are cached by a first request, and a batch's 
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from longdraft.draft_models.repetition import ALLOWED, repeated_share
 from longdraft.errors import UserError, shown
 from longdraft.serve.launch import CPU_DEFAULTS, CPU_ENVIRONMENT, CPU_SWITCHES
 
+# SGLang's Triton kernels multiply float32 in TF32 unless told otherwise; one row and several then differ by far more than float32.
+# Three products in TF32 are as good as one in float32; without tensor cores ("ieee") a prompt of 8K tokens takes four seconds.
+WHOLE_FLOAT32 = {"TRITON_F32_DEFAULT": os.environ.get("TRITON_F32_DEFAULT", "tf32x3")}
 SHAPES = ("chain5", "4,16,16,16,16", "eagle2:5,8,60")
 
 
@@ -109,7 +113,9 @@ def environment(on_cpu: bool, plain: bool, dtype: str = "bfloat16") -> dict[str,
     """Stock SGLang runs without our plugin, but on a CPU and in float32, where it lacks what our hooks bring."""
     if on_cpu:
         return {**CPU_ENVIRONMENT, "SGLANG_PLUGINS": "longdraft"}
-    return {"SGLANG_PLUGINS": "none" if plain and dtype != "float32" else "longdraft"}
+    if dtype == "float32":
+        return {"SGLANG_PLUGINS": "longdraft", **WHOLE_FLOAT32}
+    return {"SGLANG_PLUGINS": "none" if plain else "longdraft"}
 
 
 def decode(server: Server, prompts: list[list[int]], batch: int, new_tokens: int) -> Run:
@@ -172,7 +178,7 @@ def measure(args: argparse.Namespace, prompts: list[list[int]], on_cpu: bool) ->
             figures[f"plain_tok_s_b{batch}"] = round(decode(plain, prompts, batch, args.new_tokens).tok_s, 2)
         for shape in args.shapes:
             plain.pause()
-            words, own = command(args.target, args, on_cpu, shape), environment(on_cpu, plain=False)
+            words, own = command(args.target, args, on_cpu, shape), environment(on_cpu, False, args.dtype)
             with Server(shape, words, args.logs / f"tree-speed-{word(shape)}.log", own) as server:
                 runs = {batch: decode(server, prompts, batch, args.new_tokens) for batch in args.batches}
             plain.resume()

@@ -25,8 +25,9 @@ import torch
 
 from longdraft.bench.gpu_full_speed import generate
 from longdraft.bench.record import make_record, write_record
-from longdraft.bench.seeded_identity import SAMPLING, WHOLE_FLOAT32, differences
+from longdraft.bench.seeded_identity import SAMPLING, differences
 from longdraft.bench.server import Server
+from longdraft.bench.tree_speed import WHOLE_FLOAT32
 from longdraft.draft_models.repetition import ALLOWED, repeated_share
 from longdraft.errors import UserError
 from longdraft.serve.launch import CPU_DEFAULTS, CPU_ENVIRONMENT, CPU_SWITCHES

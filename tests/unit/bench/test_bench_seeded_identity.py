@@ -133,7 +133,7 @@ def test_all_servers_are_ours_in_float32_and_the_first_drafts_nothing(
         assert options["-m"] == "longdraft.cli" and options["--dtype"] == "float32"
         assert options.get("--attention-backend") == ("triton" if on_card else None)
         assert server.environment["SGLANG_PLUGINS"] == "longdraft"
-        assert server.environment["TRITON_F32_DEFAULT"] == "tf32x3"
+        assert server.environment.get("TRITON_F32_DEFAULT") == ("tf32x3" if on_card else None)
         modes.append((options["--mode"], options.get("--steps"), options.get("--tree")))
     assert modes == [("off", "5", None), ("full", "5", None), ("full", None, "4,16,16,16,16")]
     assert len({server.log for server in faked.started}) == 3

@@ -48,7 +48,10 @@ def test_every_shape_is_served_as_it_is_named(tmp_path: Path) -> None:
     plain = tree_speed.command("T", args, True, None)
     assert "--draft" not in plain and plain[plain.index("--device") + 1] == "cpu"
     assert plain.count("--dtype") == 1 and plain.count("--max-running-requests") == 1
-    assert tree_speed.environment(False, plain=True)["SGLANG_PLUGINS"] == "none"
+    assert tree_speed.environment(False, plain=True) == {"SGLANG_PLUGINS": "none"}
+    for plain in (True, False):
+        whole = tree_speed.environment(False, plain, "float32")
+        assert whole == {"SGLANG_PLUGINS": "longdraft", "TRITON_F32_DEFAULT": "tf32x3"}, "one row and several are alike"
 
 
 def test_looping_answers_are_left_out_until_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
