@@ -28,6 +28,7 @@ from longdraft.draft_models.config import LongSpecConfig
 from longdraft.draft_models.eagle3 import Eagle3Draft
 from longdraft.draft_models.eagle3_config import Eagle3Config, Eagle3Settings
 from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.sparse_recipe import LayerHeads, SparseRecipe
 from longdraft.draft_models.target import TargetSpec
 from longdraft.draft_models.token_counts import TokenCounts
 from longdraft.serve.settings import LOSSY, VIEWED
@@ -39,6 +40,8 @@ WINDOW = 4096
 CASES = {"b1_c32k": (1, 32_000), "b16_c32k": (16, 32_000), "b1_c125k": (1, 125_000)}
 MORE_CASES = {"b1_c8k": (1, 8_000), "b16_c8k": (16, 8_000)}  # what a mode whose time should not grow is compared with
 VIEW = 4096  # tokens of a view, chosen anew behind every full verification
+SETS, LOOKAHEAD = 512, 192  # tokens of a sparse set, and those of them that the draft chooses by a recipe
+RECIPE_LAYER, RECIPE_HEADS = 17, [1, 10, 19, 28]  # as many as a calibration takes; the dearest: keys of their own
 FIRST = 2  # steps of a batch that are not counted
 CONFIRMED = 0.95  # chance of a token of a partial round to be confirmed
 HEAD = 32_000  # rows of every draft's head
@@ -76,7 +79,7 @@ LLAMA_1B = LLAMA_8B | {
 
 def write_models(folder: Path) -> dict[str, Path]:
     """Folders of the target, SGLang's EAGLE-3 draft and the language model that drafts (all for ``--load-format dummy``), of our drafts
-    with random weights, and the file of token counts that says which rows of the head a LongSpec draft reads.
+    with random weights, the file of token counts that says which rows of the head a LongSpec draft reads, and sparse recipes.
     """
     from transformers import LlamaConfig
 
@@ -100,15 +103,24 @@ def write_models(folder: Path) -> dict[str, Path]:
     for name, draft in (("longdraft", longspec), ("longdraft-eagle3", own_eagle)):
         found[name] = folder / name
         save_draft(draft, found[name], "llama-8b-shape")
+    for name, layer in (("longdraft", spec.num_layers - 1), ("longdraft-eagle3", 0)):
+        found[f"{name}-recipe"] = path = folder / f"{name}-recipe.json"
+        sparse_recipe(layer).save(path)
     return found
+
+
+def sparse_recipe(draft_layer: int) -> SparseRecipe:
+    """Heads of one layer of the target and one of a draft's, such as a calibration finds; without one all heads are scored."""
+    target, draft = (LayerHeads(layer=n, heads=RECIPE_HEADS) for n in (RECIPE_LAYER, draft_layer))
+    return SparseRecipe(target=target, draft=[draft], lookahead=LOOKAHEAD, budget=SETS)
 
 
 def launch_command(
     system: str, models: dict[str, Path], context: int, times: Path | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of one system. Behind ours ``-exact``, ``-partial`` and ``-sparse`` mean these modes, ``-sets`` behind
-    one of the first two that single tokens make up its views (Dustin's selector), then ``-sync`` that there is no overlap and
-    ``-eager`` that there are no CUDA graphs either.
+    one of the first two that single tokens make up its views (Dustin's selector), ``-recipe`` behind the last that its sets are chosen by
+    :func:`sparse_recipe`, then ``-sync`` that there is no overlap and ``-eager`` that there are no CUDA graphs either.
 
     Args:
         system: its name.
@@ -131,7 +143,7 @@ def launch_command(
         return command, {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT)), "SGLANG_PLUGINS": "none"}
     if system.startswith("longdraft"):
         behind = system.removesuffix("-eager").removesuffix("-sync")
-        name = behind.removesuffix("-sets")
+        name = behind.removesuffix("-sets").removesuffix("-recipe")
         mode = next((m for m in VIEWED if name.endswith(f"-{m}")), None)
         draft = name if mode is None else name.removesuffix(f"-{mode}")
         command += ["--speculative-algorithm", "LONGDRAFT", "--speculative-draft-model-path", str(models[draft])]
@@ -143,7 +155,8 @@ def launch_command(
         own = {"draft_head_tokens": HEAD, "draft_head_counts": str(models["counts"])} if draft == "longdraft" else {}
         own |= {"draft_context": context} if draft == "longdraft-lm-whole" else {}
         views = {} if mode is None else {"mode": mode, "view_tokens": VIEW, "simulate_confirmed_share": CONFIRMED}
-        views |= {"view_selector": "dustin"} if name != behind else {}
+        views |= {"view_selector": "dustin"} if behind.endswith("-sets") else {}
+        views |= {"sparse_recipe": str(models[f"{draft}-recipe"])} if behind.endswith("-recipe") else {}
         views |= {"allow_lossy": True} if mode in LOSSY else {}
         settings = json.dumps(own | views | ({} if times is None else {"step_times": str(times)}))
         forced = {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT))}

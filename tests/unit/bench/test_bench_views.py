@@ -10,11 +10,12 @@ import pytest
 from tiny import tiny_model
 
 from longdraft.bench import steady_arrivals, view_agreement, view_quality
-from longdraft.bench.gpu_full_speed import launch_command, steady
+from longdraft.bench.gpu_full_speed import LOOKAHEAD, launch_command, sparse_recipe, steady
 from longdraft.bench.steady_arrivals import LONGEST, SHORTEST, Served, figures_of, lengths, percentile
 from longdraft.bench.view_agreement import Case, command, same_tokens, summed
 from longdraft.bench.view_quality import quality, rouge_l
 from longdraft.errors import UserError
+from longdraft.serve.settings import ServeSettings
 
 
 def test_rouge_l_is_the_longest_common_subsequence() -> None:
@@ -135,6 +136,19 @@ def test_systems_of_ours_say_their_mode(tmp_path: Path) -> None:
     for system, selector in (("longdraft-exact", None), ("longdraft-exact-sets", "dustin")):
         given = json.loads(launch_command(system, models, 1000)[1]["LONGDRAFT_SETTINGS"])
         assert (given["mode"], given.get("view_selector")) == ("exact", selector)
+
+
+def test_sparse_sets_are_timed_with_a_recipe_too(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    models = {name: tmp_path / name for name in ("target", "longdraft", "counts")} | {"longdraft-recipe": path}
+    sparse_recipe(31).save(path)
+    for system, recipe in (("longdraft-sparse", None), ("longdraft-sparse-recipe", str(path))):
+        words, environment = launch_command(system, models, 1000)
+        given = json.loads(environment["LONGDRAFT_SETTINGS"])
+        assert (given["mode"], given.get("sparse_recipe"), given.get("view_selector")) == ("sparse", recipe, None)
+        assert words[words.index("--speculative-draft-model-path") + 1] == str(models["longdraft"])
+    found = ServeSettings(**given)
+    assert found.set_budget().lookahead == LOOKAHEAD and found.recipe() == sparse_recipe(31)
 
 
 def test_a_language_model_drafts_shorter_chains(tmp_path: Path) -> None:
