@@ -2,19 +2,21 @@
 
 A cycle of r rounds gains ``g = r a`` tokens on the view, a a round. Each is confirmed with chance c if all before it were, so that
 ``c (1 - c^g) / (1 - c)`` are returned, with the last chain's drafts where all were confirmed, and the bonus token. What a cycle
-costs is first guessed from the bytes that it reads; then it is timed. One round fewer and one more than what seems best are tried
-at once, and again now and then.
+costs is first guessed from the bytes that it reads; then it is timed, and its newest times' median counts: a prefill in between makes
+one far too long, and of two cycles that the host comes to late the second seems to take no time. One round fewer and one more than
+what seems best are tried at once, and again now and then.
 """
 
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 BLEND = 0.1
-SURE = 2  # cycles after which a number of rounds counts as timed
+SURE = 3  # cycles after which a number of rounds counts as timed: one of them may have been disturbed
+KEPT = 7  # newest times that count
 MOST = 64  # rounds that are thought about
 TRIED = 32  # cycles after which a neighbour of the best number is tried
-OUTLIER = 4.0  # times what was expected: something else ran
-ODD = 3  # outliers in a row after which it was the expectation that was wrong
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,7 @@ class RoundChoice:
             max_ms: longest cycle.
         """
         self.read, self.gain, self.max_ms = read, gain, max_ms
-        self.ms: dict[tuple[int, int], float] = {}  # of a cycle per byte, by requests and rounds
-        self.times: dict[tuple[int, int], int] = {}  # that it was timed
-        self.odd: dict[tuple[int, int], int] = {}  # outliers since the last time that was none
+        self.ms: dict[tuple[int, int], deque[float]] = {}  # of the newest cycles per byte, by requests and rounds
         self.picks = 0
 
     def bytes(self, rounds: int, lengths: Sequence[int]) -> float:
@@ -65,7 +65,7 @@ class RoundChoice:
         """Milliseconds of a cycle, by the nearest number of rounds that was timed; bytes where none was."""
         known = [r for batch, r in self.ms if batch == len(lengths)]
         near = min(known, key=lambda r: (abs(r - rounds), r), default=None)
-        return self.bytes(rounds, lengths) * (1.0 if near is None else self.ms[len(lengths), near])
+        return self.bytes(rounds, lengths) * (1.0 if near is None else statistics.median(self.ms[len(lengths), near]))
 
     def pick(self, chances: Sequence[float], lengths: Sequence[int], most: int) -> int:
         """Rounds of the next cycle.
@@ -91,7 +91,7 @@ class RoundChoice:
         return best
 
     def _sure(self, rounds: int, lengths: Sequence[int]) -> bool:
-        return self.times.get((len(lengths), rounds), 0) >= SURE
+        return len(self.ms.get((len(lengths), rounds), ())) >= SURE
 
     def _fits(self, rounds: int, lengths: Sequence[int]) -> bool:
         if self.max_ms is None or not any(batch == len(lengths) for batch, _ in self.ms):
@@ -105,11 +105,5 @@ class RoundChoice:
 
     def timed(self, ms: float, rounds: int, lengths: Sequence[int]) -> None:
         """A cycle took so long."""
-        key, seen = (len(lengths), rounds), ms / self.bytes(rounds, lengths)
-        before, times = self.ms.get(key), self.times.get(key, 0)
-        odd = self.odd[key] = 0 if before is None or seen < OUTLIER * before else self.odd.get(key, 0) + 1
-        if before is None or odd == ODD:
-            self.ms[key], self.odd[key] = seen, 0
-        elif not odd:
-            self.ms[key] = before + max(BLEND, 1 / (times + 1)) * (seen - before)
-        self.times[key] = times + 1
+        newest = self.ms.setdefault((len(lengths), rounds), deque(maxlen=KEPT))
+        newest.append(ms / self.bytes(rounds, lengths))

@@ -6,7 +6,7 @@ import pytest
 
 from longdraft.serve.settings import LONGEST_REFRESH, ServeSettings
 from longdraft.serve.views.cycle_plan import FULL, PARTIAL, PAUSE, REPAIRED, CyclePlan, CyclePlanner, Ledger
-from longdraft.serve.views.round_choice import ODD, OUTLIER, TRIED, Bytes, RoundChoice, expected
+from longdraft.serve.views.round_choice import KEPT, SURE, TRIED, Bytes, RoundChoice, expected
 
 GIB = 2.0**30
 LLAMA_8B = Bytes(16 * GIB, 3.5 * GIB, 2.0**17, 4200, 5e9)
@@ -48,22 +48,45 @@ def test_what_was_timed_takes_the_place_of_the_guess() -> None:
         choice.timed(200.0, 2, lengths)
     assert choice.pick([0.95] * 16, lengths, 5) == 1
     assert choice.cost(3, lengths) == pytest.approx(400)
-    choice.timed(400.0 * OUTLIER * 2, 3, lengths)
-    assert choice.cost(3, lengths) == pytest.approx(400)
     other = [32_000] * 8
     assert choice.cost(3, other) == choice.bytes(3, other), "another batch is another matter"
 
 
-def test_a_first_cycle_that_seemed_short_is_not_believed_for_ever() -> None:
-    """Two cycles that the host processed one right behind the other: every true time is an outlier of that."""
+@pytest.mark.parametrize("disturbed", [0.2, 20.0, 120.0, 5000.0])
+def test_a_disturbed_cycle_is_not_believed(disturbed: float) -> None:
+    """A prefill came in between, or the host processed two cycles one right behind the other; be it the first that is timed."""
     choice, lengths = RoundChoice(LLAMA_8B, gain=4.0), [32_000] * 16
-    choice.timed(0.2, 5, lengths)
-    for _ in range(ODD):
+    choice.timed(disturbed, 5, lengths)
+    for _ in range(SURE - 1):
         choice.timed(60.0, 5, lengths)
     assert choice.cost(5, lengths) == pytest.approx(60.0)
-    for ms in (60.0 * OUTLIER * 2, 60.0, 60.0 * OUTLIER * 2, 60.0 * OUTLIER * 2, 60.0):  # not in a row
+    for ms in (60.0, disturbed, 60.0, disturbed, disturbed, 60.0):
         choice.timed(ms, 5, lengths)
-    assert choice.cost(5, lengths) == pytest.approx(60.0)
+        assert choice.cost(5, lengths) == pytest.approx(60.0)
+
+
+def test_a_machine_that_became_slower_is_noticed() -> None:
+    choice, lengths = RoundChoice(LLAMA_8B, gain=4.0), [32_000] * 16
+    for ms in [60.0] * KEPT + [90.0] * (KEPT // 2 + 1):
+        choice.timed(ms, 5, lengths)
+    assert choice.cost(5, lengths) == pytest.approx(90.0)
+
+
+@pytest.mark.parametrize("first", [117.0, 15.0])
+def test_numbers_of_rounds_that_cost_nearly_the_same_are_told_apart_behind_a_disturbed_first_cycle(
+    first: float,
+) -> None:
+    """As on an H200 with 16 requests of 32K: 4.73 ms a token with two rounds, 5.04 with three."""
+    choice, lengths = RoundChoice(LLAMA_8B, gain=4.0), [32_000] * 16
+    ms, late = {0: 24.5, 1: 34.5, 2: 44.5, 3: 57.2, 4: 70.0}, list[int]()
+    picks = []
+    for n in range(TRIED - 1):
+        late.append(choice.pick([0.95] * 16, lengths, 4))
+        picks.append(late[-1])
+        if n >= 2:
+            done = late.pop(0)
+            choice.timed(first if n == 2 else ms[done], done, lengths)
+    assert picks[-8:] == [2] * 8
 
 
 def test_neighbours_are_tried_now_and_then() -> None:
@@ -84,15 +107,8 @@ def test_neighbours_are_tried_at_once_and_the_best_is_kept() -> None:
         done = late.pop(0)
         choice.timed(ms[done], done, lengths)
         picks.append(done)
-    assert picks[0] == 2 and picks[16:] == [3] * (TRIED - 18)
+    assert picks[0] == 2 and picks[22:] == [3] * (TRIED - 24)
     assert set(picks) == {1, 2, 3, 4}
-
-
-def test_the_first_times_count_alike() -> None:
-    choice, lengths = RoundChoice(LLAMA_8B), [32_000]
-    for ms in (40.0, 20.0, 30.0):
-        choice.timed(ms, 1, lengths)
-    assert choice.cost(1, lengths) == pytest.approx(30)
 
 
 def test_a_cycle_is_no_longer_than_it_may_be() -> None:
