@@ -42,7 +42,8 @@ MORE_CASES = {"b1_c8k": (1, 8_000), "b16_c8k": (16, 8_000)}  # what a mode whose
 VIEW = 4096  # tokens of a view, chosen anew behind every full verification
 SETS, LOOKAHEAD = 512, 192  # tokens of a sparse set, and those of them that the draft chooses by a recipe
 RECIPE_LAYER, RECIPE_HEADS = 17, [1, 10, 19, 28]  # as many as a calibration takes; the dearest: keys of their own
-FIRST = 2  # steps of a batch that are not counted
+FIRST = 6  # steps of a batch, one of which has waited for its requests; what comes before is of earlier ones
+BEHIND = 2  # steps that the host is ahead of the device: so many after that one are short
 CONFIRMED = 0.95  # chance of a token of a partial round to be confirmed
 HEAD = 32_000  # rows of every draft's head
 CONTEXT = 130_000
@@ -212,14 +213,16 @@ def measure(server: Server, batch: int, context: int, starts: Callable[[], None]
 def steady(lines: list[dict[str, Any]], batch: int, tokens_a_step: float) -> dict[str, float]:
     """Tokens/s while all requests run: their tokens a step over the mean time from step to step, by the steps' own lines.
 
-    The first of them has waited for the requests, the second for SGLang's overlap to begin.
+    Steps of earlier answers may be written late, so those up to the one that has waited for the requests are left out, and those in
+    which SGLang's overlap begins.
     """
     times = [
         line["wall_ms"] + line["gap_ms"] for line in lines if line["batch"] == batch and line["gap_ms"] is not None
     ]
-    if len(times) <= FIRST:
+    if len(times) <= FIRST + BEHIND:
         return {}
-    mean = statistics.fmean(times[FIRST:])
+    waited = max(range(FIRST), key=times.__getitem__)
+    mean = statistics.fmean(times[waited + 1 + BEHIND :])
     return {"steady_ms_step": mean, "steady_tok_s": 1000 * batch * tokens_a_step / mean}
 
 

@@ -102,12 +102,16 @@ def test_requests_are_sent_on_time_and_all_are_waited_for(monkeypatch: pytest.Mo
     assert [s.sent - 100 for s in found] == pytest.approx([n / 50 for n in range(10)])
 
 
-def test_full_verifications_among_partial_ones_are_no_gaps() -> None:
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_full_verifications_among_partial_ones_are_no_gaps(before: int) -> None:
+    """Whatever is left of earlier answers."""
+
     def line(ms: float, batch: int = 2) -> dict[str, Any]:
         return {"batch": batch, "wall_ms": ms / 2, "gap_ms": ms / 2}
 
     lines = (
-        [line(900.0), line(40.0)]
+        [line(10.0)] * before
+        + [line(900.0), line(3.0), line(2.0)]
         + [line(10.0)] * 6
         + [line(30.0)] * 2
         + [line(10.0, 1), {"batch": 2, "wall_ms": 1, "gap_ms": None}]
