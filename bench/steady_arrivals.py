@@ -3,7 +3,8 @@
 The systems of :mod:`longdraft.bench.gpu_full_speed` (8B shape, random weights, forced acceptance) get the same requests one after the
 other: one every ``1 / rate`` seconds, prompts of random tokens whose lengths are log-uniform, answers streamed. Says by system the
 tokens a second, the time to the first token and between tokens (p50, p99), and for ``exact`` and ``partial`` the share of
-verifications that were partial. Tokens that come in one chunk are as many intervals: the first has waited, the others have not.
+verifications that were partial. Tokens that come in one chunk share the wait for it evenly, as in SGLang's own benchmark; chunks are
+counted by themselves too. What is kept of every request is enough to count otherwise.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,18 @@ class Served:
     counters: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
 
+    chunks: list[float] = field(default_factory=list)  # times at which some came
+
     def chunk(self, now: float, tokens: int) -> None:
         """So many tokens were there at that time, all in all."""
-        self.times += [now] * (tokens - len(self.times))
+        new, before = tokens - len(self.times), self.times[-1] if self.times else now
+        self.times += [before + (now - before) * (n + 1) / new for n in range(new)]
+        self.chunks.append(now)
+
+    def row(self) -> dict[str, Any]:
+        """Milliseconds from its sending to each chunk, in one line of text, and what else the record keeps."""
+        waits = " ".join(f"{1e3 * (at - self.sent):.1f}" for at in self.chunks)
+        return {"tokens": len(self.times), "chunks_ms": waits, "counters": self.counters, "error": self.error}
 
 
 def lengths(count: int, seed: int = 0) -> list[int]:
@@ -53,10 +64,16 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, math.ceil(share * len(ordered)) - 1))] if ordered else 0.0
 
 
+def between(times: Sequence[float]) -> list[float]:
+    """Intervals."""
+    return [b - a for a, b in pairwise(times)]
+
+
 def figures_of(served: Sequence[Served]) -> dict[str, float]:
     """Throughput, latencies and the share of partial verifications."""
     good = [s for s in served if s.times and s.error is None]
-    gaps = [1e3 * (b - a) for s in good for a, b in zip(s.times, s.times[1:], strict=False)]
+    gaps = [1e3 * gap for s in good for gap in between(s.times)]
+    waits = [1e3 * gap for s in good for gap in between(s.chunks)]
     firsts = [s.times[0] - s.sent for s in good]
     span = max((s.times[-1] for s in good), default=0.0) - min((s.sent for s in good), default=0.0)
     found = {
@@ -68,6 +85,8 @@ def figures_of(served: Sequence[Served]) -> dict[str, float]:
         "between_tokens_p50_ms": percentile(gaps, 0.5),
         "between_tokens_p99_ms": percentile(gaps, 0.99),
         "between_tokens_mean_ms": sum(gaps) / len(gaps) if gaps else 0.0,
+        "between_chunks_p50_ms": percentile(waits, 0.5),
+        "between_chunks_p99_ms": percentile(waits, 0.99),
     }
     partial, full = (sum(s.counters.get(f"{kind}_verifications", 0) for s in good) for kind in ("partial", "full"))
     if partial + full:
@@ -124,18 +143,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     models = write_models(args.models)
     figures: dict[str, float] = {}
     checks: dict[str, bool] = {}
+    rows: dict[str, Any] = {}
     if args.out.is_file():  # systems measured by an earlier call stay in the record
         before = json.loads(args.out.read_text())
-        figures, checks = before["figures"], before["checks"]
+        figures, checks, rows = before["figures"], before["checks"], before.get("rows", {})
     settings = {"rate": args.rate, "seconds": args.seconds, "new_tokens": args.new_tokens}
     settings |= {"shortest": SHORTEST, "longest": LONGEST, "shape": "Llama-8B, random weights, bf16, acceptance 4.0"}
     for system in args.systems.split(","):
         command, environment = launch_command(system, models, LONGEST + args.new_tokens + 100)
         with Server(system, command, args.logs / f"arrivals-{system}.log", environment) as server:
-            found = figures_of(run(server, args.rate, args.seconds, args.new_tokens))
+            served = run(server, args.rate, args.seconds, args.new_tokens)
+            found, rows[system] = figures_of(served), [each.row() for each in served]
             figures |= {f"{system.replace('-', '_')}_{key}": value for key, value in found.items()}
             checks[f"{system.replace('-', '_')}_all_answered"] = not found["failed"]
-            write_record(make_record("steady_arrivals", settings, figures, checks), args.out)
+            write_record(make_record("steady_arrivals", settings, figures, checks, rows=rows), args.out)
             print(json.dumps({"system": system, **found}), flush=True)
     return 0 if all(checks.values()) else 1
 

@@ -72,15 +72,18 @@ def test_percentiles_are_values(share: float, value: float) -> None:
 def test_latencies_are_those_of_tokens() -> None:
     one, two, lost = Served(10.0), Served(12.0), Served(13.0)
     one.chunk(11.0, 1)
-    one.chunk(11.5, 4)  # three tokens at once: one has waited half a second, two have not
-    two.chunk(12.5, 2)
+    one.chunk(11.5, 4)  # three tokens at once have waited half a second together
+    two.chunk(12.5, 1)
+    two.chunk(12.5 + 0.5 / 3, 2)
     one.counters = {"partial_verifications": 3, "full_verifications": 1}
     lost.error = "refused"
     found = figures_of([one, two, lost])
     assert found["answered"] == 2 and found["failed"] == 1
-    assert found["tok_s"] == pytest.approx(6 / 2.5)
+    assert found["tok_s"] == pytest.approx(6 / (2.5 + 0.5 / 3))
     assert found["first_token_p50_s"] == 0.5 and found["first_token_p99_s"] == 1.0
-    assert found["between_tokens_p50_ms"] == 0 and found["between_tokens_p99_ms"] == 500
+    assert found["between_tokens_p50_ms"] == found["between_tokens_p99_ms"] == pytest.approx(500 / 3, abs=1e-3)
+    assert found["between_chunks_p99_ms"] == 500
+    assert one.row() == {"tokens": 4, "chunks_ms": "1000.0 1500.0", "counters": one.counters, "error": None}
     assert found["partial_share"] == 0.75
     assert "partial_share" not in figures_of([two])
     assert figures_of([lost])["tok_s"] == 0
