@@ -1,0 +1,113 @@
+"""What each picture says, in one sentence, from the rows that it shows."""
+
+from collections.abc import Sequence
+
+from longdraft.bench.report.derive import (
+    BASELINES,
+    LOSSLESS,
+    Speedup,
+    Tradeoff,
+    bucket_key,
+    budget_curves,
+    front,
+    gains,
+    mean_score,
+)
+from longdraft.bench.report.rows import Acceptance, Load, Quality, Steps, tokens_word
+
+FEWEST = 5  # answers of a row that a sentence is about
+
+
+def speed(baseline: str, found: Sequence[Speedup]) -> str:
+    """Who is fastest, who is among the lossless, and how many cells lose; at least one beside the baseline is measured."""
+    own, base = gains(found), BASELINES[baseline]
+    best = max(own, key=lambda each: each.value)
+    text = f"{best.row.name} decodes {best.value:.2f} times as fast as {base} at batch {best.row.case}"
+    if best.value <= 1:
+        text = f"nothing is faster than {base}: {text}"
+    lossless = [each for each in own if each.row.system in LOSSLESS]
+    if lossless and best.row.system not in LOSSLESS:
+        second = max(lossless, key=lambda each: each.value)
+        text += (
+            f"; of those whose output is the target's own {second.row.name} is fastest, {second.value:.2f} times at batch "
+            f"{second.row.case}"
+        )
+    slower = sum(each.value < 1 for each in own)
+    return f"{text}; {slower} of {len(own)} cells {'is' if slower == 1 else 'are'} slower" if slower else text
+
+
+def acceptance(rows: Sequence[Acceptance]) -> str:
+    """The highest τ in the longest bucket, and how its system does in the shortest that it has.
+
+    Rows of fewer than ``FEWEST`` answers are not named where there are others.
+    """
+    rows = [row for row in rows if row.n >= FEWEST] or rows
+    last = max((row.bucket for row in rows), key=bucket_key)
+    best = max((row for row in rows if row.bucket == last), key=lambda row: row.tau_micro)
+    text = (
+        f"at {last} tokens {best.name} gains {best.tau_micro:.2f} tokens a verification on {best.task} "
+        f"({best.tau_micro_no_bonus:.2f} without the bonus token; {best.n} answers)"
+    )
+    same = [row for row in rows if (row.name, row.task, row.source) == (best.name, best.task, best.source)]
+    first = min(same, key=lambda row: bucket_key(row.bucket))
+    if first.bucket == last:
+        return text
+    change = best.tau_micro - first.tau_micro
+    word = "as many as" if abs(change) < 0.005 else f"{abs(change):.2f} {'more' if change > 0 else 'fewer'} than"
+    return f"{text}, {word} at {first.bucket}"
+
+
+def quality(rows: Sequence[Quality]) -> str:
+    """Which rule is closest to the target's own text at the smallest and at the largest budget that several have."""
+    curves = budget_curves(rows)
+    budgets = sorted({row.view_tokens or 0 for own in curves.values() for row in own})
+    told: list[str] = []
+    for budget in dict.fromkeys((budgets[0], budgets[-1])):
+        scores = {
+            name: score
+            for name, own in curves.items()
+            if (score := mean_score([r for r in own if r.view_tokens == budget], "score_own")) is not None
+        }
+        if scores:
+            best = max(scores, key=lambda name: scores[name])
+            other = f"; the worst of {len(scores)} has {min(scores.values()):.2f}" if len(scores) > 1 else ""
+            verb = "" if told else " is closest to the target's own output"
+            told.append(f"at {tokens_word(budget)} tokens {best}{verb} ({scores[best]:.2f}{other})")
+    return ", ".join(told) if told else "no row says how close its text is to the target's own"
+
+
+def pareto(case: str, baseline: str, points: Sequence[Tradeoff]) -> str:
+    """The front."""
+    told = [f"{p.name} ({p.speedup:.2f}\u00a0×, {p.score:.2f})" for p in front(points)]
+    beaten = len(points) - len(told)
+    behind = f"; the other {beaten} gain nothing over these" if beaten else ""
+    return f"at {case} the choice between speed and the target's own output is {', '.join(told)}{behind}"
+
+
+def steps(found: Sequence[Steps]) -> str:
+    """The slowest and the fastest step of the largest case, and their verification's share."""
+    batch, context = max(((s.batch, s.context) for s in found), key=lambda key: (key[0], bucket_key(key[1])))
+    case = [s for s in found if (s.batch, s.context) == (batch, context)]
+    told = []
+    slow, fast = max(case, key=lambda s: s.step), min(case, key=lambda s: s.step)
+    for one in (slow, fast) if slow is not fast else (slow,):
+        verified = one.phases.get("verify", 0.0) + one.phases.get("partial", 0.0)
+        told.append(f"{one.name} {one.step:.1f} ms, {verified / one.step:.0%} of it verification")
+    return f"at {batch} × {context} a step takes {'; '.join(told)}"
+
+
+def load(rows: Sequence[Load]) -> str:
+    """The highest rate that all served, and who answers fastest there."""
+    rates = {row.rate for row in rows}
+    common = [
+        rate
+        for rate in rates
+        if all(any(r.name == name and r.rate == rate for r in rows) for name in {r.name for r in rows})
+    ]
+    rate = max(common or rates)
+    own = [row for row in rows if row.rate == rate]
+    most, quick = max(own, key=lambda r: r.tok_s), min(own, key=lambda r: r.itl_p99_ms)
+    return (
+        f"at {rate:g} requests a second {most.name} gives most tokens ({most.tok_s:,.0f} a second) and {quick.name} the shortest "
+        f"pauses (99 % within {quick.itl_p99_ms:.1f} ms)"
+    )
