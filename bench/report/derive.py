@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from longdraft.bench.report.reading import Book
 from longdraft.bench.report.rows import Acceptance, Quality, Row, Speed, Steps, tokens_word
 
+ATTENTION = re.compile(r"fa3_bf16_page1_b(\d+)_c(\d+)_r6_us")
 BASELINES = {"plain": "plain decoding", "eagle3": "SGLang's EAGLE-3"}
 LOSSLESS = frozenset({"plain", "eagle3", "ngram", "full", "exact", "self"})  # whose tokens are the target's own
 
@@ -153,3 +154,43 @@ def front(points: Sequence[Tradeoff]) -> list[Tradeoff]:
         )
     ]
     return sorted(best, key=lambda p: -p.speedup)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Times of choosing tokens at one batch and context over that of attention to the full cache, of records of kernels.
+
+    ``choice``: two layers' scores and the set, once a round, over all layers' attention; ``bound``: Quest's bounds of one layer over
+    that layer's attention. ``rows`` name the records.
+    """
+
+    case: str
+    choice: float | None
+    bound: float | None
+    rows: tuple[Row, ...]
+
+
+def choosing(book: Book) -> list[Cost]:
+    """Costs of the cases whose full-cache attention (FlashAttention-3, bf16, six rows) is in a record, small batches last."""
+    records = {source.record["name"]: source for source in book.sources}
+    figures = {name: source.record.get("figures", {}) for name, source in records.items()}
+    found = []
+    for name, full in figures.get("prefix_attention", {}).items():
+        if not (match := ATTENTION.fullmatch(name)):
+            continue
+        case = f"bf16_page1_b{match[1]}_c{match[2]}"
+        choice, bound = (
+            figures.get(n, {}).get(f"{what}_{case}_r5_us")
+            for n, what in (("head_mass", "choice"), ("block_lse", "bound"))
+        )
+        if choice is None and bound is None:
+            continue
+        layers = records["head_mass"].record["settings"]["layers"] if choice is not None else 1
+        used = tuple(
+            Row(system="kernels", source=records[n].path.stem)
+            for n, value in (("prefix_attention", full), ("head_mass", choice), ("block_lse", bound))
+            if value is not None
+        )
+        label = f"{match[1]}\u00a0×\u00a0{tokens_word(int(match[2]))}"
+        found.append(Cost(label, choice and choice / (layers * full), bound and bound / full, used))
+    return found

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from longdraft.bench.report.derive import (
     BASELINES,
     LOSSLESS,
+    Cost,
     Speedup,
     Tradeoff,
     bucket_key,
@@ -111,3 +112,17 @@ def load(rows: Sequence[Load]) -> str:
         f"at {rate:g} requests a second {most.name} gives most tokens ({most.tok_s:,.0f} a second) and {quick.name} the shortest "
         f"pauses (99 % within {quick.itl_p99_ms:.1f} ms)"
     )
+
+
+def choosing(costs: Sequence[Cost]) -> str:
+    """What each way to choose costs where it costs most."""
+    told = []
+    for name, field, when in (
+        ("Dustin's choice", "choice", "once a round"),
+        ("Quest's bounds", "bound", "in every layer"),
+    ):
+        known = [(value, cost.case) for cost in costs if (value := getattr(cost, field)) is not None]
+        if known:
+            value, case = max(known)
+            told.append(f"{name} {value:.1%} ({when}, {case})")
+    return f"at most, of the time of attention to the full cache, {' and '.join(told)} go into choosing"

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from longdraft.bench.report.derive import LOSSLESS, mean_score, speedups
+from longdraft.bench.report.derive import LOSSLESS, choosing, mean_score, speedups
 from longdraft.bench.report.reading import Book
 from longdraft.bench.report.rows import Acceptance, Quality, Row, Speed, tokens_word
 
@@ -240,36 +240,18 @@ def _half(row: Quality) -> str:
 
 
 def dustin_8(book: Book) -> Ours:
-    """Times of records of kernels: a choice once a round over 32 layers' full attention, Quest's bound over one layer's."""
-    records = {source.record["name"]: source.record for source in book.sources}
-    attention, mass, blocks = (
-        records.get(name, {}).get("figures", {}) for name in ("prefix_attention", "head_mass", "block_lse")
-    )
+    """What choosing costs, from records of kernels."""
+    costs = choosing(book)
     ours: dict[str, dict[str, str]] = {
-        name: {} for name in ("attention to the full cache", "Dustin's choice (H)", "Quest, blocks of 16")
+        "attention to the full cache": {cost.case: "1.00" for cost in costs},
+        "Dustin's choice (H)": {cost.case: f"{cost.choice:.4f}" for cost in costs if cost.choice is not None},
+        "Quest, blocks of 16": {cost.case: f"{cost.bound:.2f}" for cost in costs if cost.bound is not None},
     }
-    columns = []
-    for batch, context in ((16, 32768), (1, 125000)):
-        column = f"{batch} × {tokens_word(context)}"
-        full = attention.get(f"fa3_bf16_page1_b{batch}_c{context}_r6_us")
-        if full is None:
-            continue
-        columns.append(column)
-        ours["attention to the full cache"][column] = "1.00"
-        layers = records.get("head_mass", {}).get("settings", {}).get("layers", 32)
-        if (choice := mass.get(f"choice_bf16_page1_b{batch}_c{context}_r5_us")) is not None:
-            ours["Dustin's choice (H)"][column] = f"{choice / (layers * full):.4f}"
-        if (bound := blocks.get(f"bound_bf16_page1_b{batch}_c{context}_r5_us")) is not None:
-            ours["Quest, blocks of 16"][column] = f"{bound / full:.2f}"
-    sources = {
-        source.path.stem for source in book.sources if source.record["name"] in ("head_mass", "prefix_attention")
-    }
-    rows = [Row(system="kernels", source=name) for name in sorted(sources)] if columns else []
     why = (
         "Ours chooses from two layers of an 8B, of 32; the paper's 72B has 80, so that a layer there is a smaller share. Our Quest "
         "reads all keys anew for its bounds in every layer; kept bounds read an eighth."
     )
-    return columns, ours, rows, why
+    return [cost.case for cost in costs], ours, [row for cost in costs for row in cost.rows], why
 
 
 OURS: dict[str, Callable[[Book], Ours]] = {

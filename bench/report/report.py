@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from longdraft.bench.report.drawing import pictures, save
+from longdraft.bench.report.charts import pictures
+from longdraft.bench.report.drawing import save
 from longdraft.bench.report.page import page
 from longdraft.bench.report.papers import tables as paper_tables
 from longdraft.bench.report.reading import Book, read_book

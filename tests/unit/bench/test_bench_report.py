@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from report_case import acceptance_rows, record, row, speed_rows, write_records
 
-from longdraft.bench.report.drawing import HATCHES, Picture, draw, pictures, style
+from longdraft.bench.report.charts import pictures
+from longdraft.bench.report.drawing import HATCHES, Picture, draw, style
 from longdraft.bench.report.reading import Book, read_book
 from longdraft.bench.report.report import main
 from longdraft.errors import UserError
@@ -135,7 +136,7 @@ def test_the_check_of_overlaps_finds_one() -> None:
 
 
 def test_axes_carry_units(folder: Path) -> None:
-    units = ("tokens", "ms", "times ", "0 to 1", "a second")
+    units = ("tokens", "ms", "times", "0 to 1", "a second")
     for picture in pictures(read_book([folder, RESULTS / "step_times_modes_h200.json"])):
         figure = draw(picture)
         labels = [axes.get_xlabel() for axes in figure.axes] + [figure.axes[0].get_ylabel()]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from report_case import acceptance_rows, load_rows, quality_rows, record, row, speed_rows
 
+from longdraft.bench.report.charts import pictures
 from longdraft.bench.report.derive import bucket_key, budget_curves, front, speedups, steps_of, tradeoffs
-from longdraft.bench.report.drawing import pictures
 from longdraft.bench.report.reading import Book, read_book
 from longdraft.bench.report.rows import Quality, Speed, tokens_word
 from longdraft.bench.report.tables import tables

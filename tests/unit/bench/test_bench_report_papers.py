@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from report_case import acceptance_rows, quality_rows, record, row, speed_rows, write_records
 
+from longdraft.bench.report.charts import pictures
 from longdraft.bench.report.papers import NOT_MEASURED, UNKNOWN, PaperTable, printed, tables
 from longdraft.bench.report.reading import Book, read_book
 from longdraft.bench.report.rows import Acceptance, Quality, Speed, Steps
@@ -114,9 +115,22 @@ def test_what_choosing_costs_is_of_the_kernels_records() -> None:
     full = figures["prefix_attention_h200"]["fa3_bf16_page1_b16_c32768_r6_us"]
     choice = figures["head_mass_h200"]["choice_bf16_page1_b16_c32768_r5_us"]
     bound = figures["block_lse_h200"]["bound_bf16_page1_b16_c32768_r5_us"]
-    assert cell(table, "ours: Dustin's choice (H)", "16 × 32K") == f"{choice / (32 * full):.4f}"
-    assert cell(table, "ours: Quest, blocks of 16", "16 × 32K") == f"{bound / full:.2f}"
+    assert cell(table, "ours: Dustin's choice (H)", "16\u00a0×\u00a032K") == f"{choice / (32 * full):.4f}"
+    assert cell(table, "ours: Quest, blocks of 16", "16\u00a0×\u00a032K") == f"{bound / full:.2f}"
     assert "NVIDIA H200" in table.why
+    book = read_book([RESULTS / f"{name}.json" for name in names])
+    (picture,) = pictures(book)
+    most = figures["head_mass_h200"]["choice_bf16_page1_b1_c125000_r5_us"]
+    share = most / (32 * figures["prefix_attention_h200"]["fa3_bf16_page1_b1_c125000_r6_us"])
+    assert (
+        picture.name == "choosing"
+        and f"Dustin's choice {share:.1%} (once a round, 1\u00a0×\u00a0125K)" in picture.finding
+    )
+
+
+def test_a_choice_without_the_attention_it_is_a_share_of_is_not_drawn() -> None:
+    assert pictures(read_book([RESULTS / "prefix_attention_h200.json"])) == []
+    assert pictures(read_book([RESULTS / "head_mass_h200.json"])) == []
 
 
 def test_all_records_of_this_project_are_read() -> None:
