@@ -34,7 +34,7 @@ from longdraft.bench.report.drawing import (
     style,
 )
 from longdraft.bench.report.reading import Book
-from longdraft.bench.report.rows import Acceptance, Load, Quality, Row, Steps
+from longdraft.bench.report.rows import Acceptance, Load, Quality, Row, Speed, Steps
 
 A = TypeVar("A", Acceptance, Quality)
 ORDER = ("draft", "partial", "verify", "select", "sample", "keep", "gap")  # parts of a step that come first
@@ -74,6 +74,13 @@ def _numbers(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[int, str]]:
     return {key: (number, name) for number, (key, name) in enumerate(names_of(rows).items())}
 
 
+def forced_note(rows: Sequence[Speed]) -> str:
+    """A sentence where acceptance was forced."""
+    forced = sorted({row.forced_accept for row in rows if row.forced_accept})
+    lengths = ", ".join(f"{length:g}" for length in forced)
+    return f" Acceptance was forced to {lengths} tokens a verification, which proves time only." if forced else ""
+
+
 def speed_picture(book: Book, baseline: str, found: Sequence[Speedup]) -> Picture:
     """Speedup against context, a panel for each batch; bars of spread where repeats have one."""
     finding, base = findings.speed(baseline, found), BASELINES[baseline]
@@ -101,13 +108,7 @@ def speed_picture(book: Book, baseline: str, found: Sequence[Speedup]) -> Pictur
         axes[0].set_ylabel(f"speed of decoding,\ntimes {base}")
         legend(figure, axes)
 
-    forced = sorted({row.forced_accept for row in rows if row.forced_accept})
-    told = (
-        f" Acceptance was forced to {', '.join(f'{f:g}' for f in forced)} tokens a verification, which proves time only."
-        if forced
-        else ""
-    )
-    caption = f"The line at 1 is {base} of the same record.{told} {book.where(rows)}."
+    caption = f"The line at 1 is {base} of the same record.{forced_note(rows)} {book.where(rows)}."
     return Picture(
         f"speedup_{baseline}",
         finding,
@@ -207,7 +208,8 @@ def pareto_picture(book: Book, case: str, baseline: str, points: Sequence[Tradeo
         legend(figure, [panel])
 
     caption = (
-        f"Right and up is better. Systems whose tokens are the target's own stand at 1. {book.where(book.of(Quality))}."
+        "Right and up is better. Systems whose tokens are the target's own stand at 1. Speeds: "
+        f"{book.where(book.of(Speed))}.{forced_note(book.of(Speed))} Scores, over all tasks: {book.where(book.of(Quality))}."
     )
     return Picture("pareto", finding, caption, height_for(1, [p.name for p in points], finding, 3.2), paint)
 

@@ -33,6 +33,8 @@ def speed(baseline: str, found: Sequence[Speedup]) -> str:
             f"; of those whose output is the target's own {second.row.name} is fastest, {second.value:.2f} times at batch "
             f"{second.row.case}"
         )
+    if forced := sorted({each.row.forced_accept for each in own if each.row.forced_accept}):
+        text = f"at a forced accept length of {' and '.join(f'{length:g}' for length in forced)}, {text}"
     slower = sum(each.value < 1 for each in own)
     return f"{text}; {slower} of {len(own)} cells {'is' if slower == 1 else 'are'} slower" if slower else text
 
@@ -118,11 +120,11 @@ def choosing(costs: Sequence[Cost]) -> str:
     """What each way to choose costs where it costs most."""
     told = []
     for name, field, when in (
-        ("Dustin's choice", "choice", "once a round"),
+        ("Dustin's rule", "choice", "once a round"),
         ("Quest's bounds", "bound", "in every layer"),
     ):
         known = [(value, cost.case) for cost in costs if (value := getattr(cost, field)) is not None]
         if known:
             value, case = max(known)
-            told.append(f"{name} {value:.1%} ({when}, {case})")
-    return f"at most, of the time of attention to the full cache, {' and '.join(told)} go into choosing"
+            told.append(f"{value:.1%} by {name} ({when}, {case})")
+    return f"choosing takes, of the time of attention to the full cache, at most {' and '.join(told)}"

@@ -96,7 +96,10 @@ class Load(Row):
 
 
 class Acceptance(Row):
-    """Tokens gained a verification (τ) on a task and a context bucket, micro and macro, with the bonus token and without."""
+    """Tokens gained a verification (τ) on a task and a context bucket, micro and macro, with the bonus token and without.
+
+    ``tau_full`` counts full verifications alone; ``confirmed_share`` is of the tokens that views alone had verified.
+    """
 
     kind = "acceptance"
     task: str
@@ -107,6 +110,8 @@ class Acceptance(Row):
     tau_macro_no_bonus: NonNegativeFloat | None = None
     tau_spread: NonNegativeFloat | None = None
     accept_by_position: list[NonNegativeFloat] | None = None
+    tau_full: NonNegativeFloat | None = None
+    confirmed_share: NonNegativeFloat | None = None
     tokens: NonNegativeFloat | None = None
     verifications: NonNegativeFloat | None = None
 

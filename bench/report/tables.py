@@ -96,13 +96,20 @@ def acceptance_table(book: Book) -> Table:
         [
             names[row.name, row.source], row.task, row.bucket, number(row.tau_micro), number(row.tau_micro_no_bonus),
             number(row.tau_macro), number(row.tau_macro_no_bonus), NONE if row.tau_spread is None else f"± {row.tau_spread:.2f}",
-            " ".join(f"{share:.2f}" for share in row.accept_by_position or []) or NONE, f"{row.n:,}", number(row.verifications, 0),
+            " ".join(f"{share:.2f}" for share in row.accept_by_position or []) or NONE, number(row.tau_full), number(row.confirmed_share),
+            f"{row.n:,}", number(row.verifications, 0),
         ]
         for row in rows
     ]  # fmt: skip
     head = ["system", "task", "context", "τ micro", "without bonus", "τ macro", "without bonus", "spread over answers"]
     note = "Micro: all tokens over all verifications; macro: the mean over answers."
-    return Table("Accept length", note, [*head, "reached depth 1, 2, …", "n answers", "verifications"], cells, 3)
+    return Table(
+        "Accept length",
+        note,
+        [*head, "reached depth 1, 2, …", "tokens a full verification", "confirmed share", "n answers", "verifications"],
+        cells,
+        3,
+    )
 
 
 def quality_table(book: Book) -> Table:

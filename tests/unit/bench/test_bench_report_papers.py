@@ -124,7 +124,7 @@ def test_what_choosing_costs_is_of_the_kernels_records() -> None:
     share = most / (32 * figures["prefix_attention_h200"]["fa3_bf16_page1_b1_c125000_r6_us"])
     assert (
         picture.name == "choosing"
-        and f"Dustin's choice {share:.1%} (once a round, 1\u00a0×\u00a0125K)" in picture.finding
+        and f"at most {share:.1%} by Dustin's rule (once a round, 1\u00a0×\u00a0125K)" in picture.finding
     )
 
 
