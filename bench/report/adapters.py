@@ -13,18 +13,16 @@ FULL_SPEED = re.compile(r"(?P<system>.+?)_(?P<what>tok_s|ms_step|tokens_a_step|p
 PHASES = ("draft", "partial", "verify", "sampling", "select", "keep", "host_gaps")
 WORDS = {"sampling": "sample", "host_gaps": "gap"}  # the step clock's words as rows have them
 STEP = re.compile(rf"(?P<label>.+)_(?P<context>\d+K)_batch_(?P<batch>\d+)_(?P<part>{'|'.join(PHASES)}|step)")
-# Systems of bench gpu_full_speed: the harness's word, and a label
-SYSTEMS = {
+# Words in the names of bench gpu_full_speed's systems of ours: drafts beside LongSpec, modes beside full, and what else was set
+WITH = {"eagle3": "EAGLE-3", "lm": "language model"}
+MODES = ("exact", "partial", "sparse")
+MORE = {"sets": "on sets", "recipe": "recipe", "sync": "no overlap", "eager": "no graphs", "whole": "whole cache"}
+STOCK = {
     "plain": ("plain", "plain"),
     "eagle3": ("eagle3", "SGLang EAGLE-3"),
     "eagle3_window": ("eagle3", "SGLang EAGLE-3, window 4K"),
-    "longdraft": ("full", "full, LongSpec"),
-    "longdraft_eagle3": ("full", "full, EAGLE-3"),
-    "longdraft_eager": ("full", "full, LongSpec, no graphs"),
-    "longdraft_lm": ("full", "full, language model"),
-    "longdraft_lm_whole": ("full", "full, language model, whole cache"),
 }
-MODES = {"longdraft_exact": "exact", "longdraft_partial": "partial", "longdraft_sparse": "sparse"}
+SETS = 512  # tokens of its sparse sets, which its records do not name
 DRAFTS = {"longspec": "LongSpec", "eagle3": "EAGLE-3"}
 HALVES = {"h": "sparse", "t": "sparse, history", "d": "sparse, lookahead"}
 
@@ -38,11 +36,7 @@ def full_speed(record: dict[str, Any], source: str) -> Adapted:
     rows: list[Row] = []
     excluded = []
     for (name, batch, thousands), figures in found.items():
-        system, label = SYSTEMS.get(name, (MODES.get(name, name), name.removeprefix("longdraft_").replace("_", " ")))
-        own: dict[str, Any] = {}
-        if name in MODES:
-            own = {"budget": settings["view_tokens"]}
-            label = f"{system} {tokens_word(own['budget'])}"
+        system, label, budget = _full_speed_system(name, settings["view_tokens"])
         forced = None if system == "plain" else settings["accept_length"]
         if record["checks"].get(f"{name}_ran") is False:
             where = f"batch {batch}, context {thousands}K"
@@ -50,11 +44,23 @@ def full_speed(record: dict[str, Any], source: str) -> Adapted:
             continue
         rows.append(
             Speed(
-                system=system, label=label, settings=own, n=batch, source=source, batch=batch, context=1000 * thousands,
+                system=system, label=label, settings={} if budget is None else {"budget": budget}, n=batch, source=source, batch=batch, context=1000 * thousands,
                 forced_accept=forced, **figures,
             )
         )  # fmt: skip
     return rows, excluded
+
+
+def _full_speed_system(name: str, view_tokens: int) -> tuple[str, str, int | None]:
+    """The harness's word for a system, a label, and its budget."""
+    if name in STOCK:
+        return *STOCK[name], None
+    _, *words = name.split("_")
+    mode = next((word for word in words if word in MODES), "full")
+    draft = next((WITH[word] for word in words if word in WITH), "LongSpec" if mode == "full" else None)
+    budget = None if mode == "full" else SETS if mode == "sparse" else view_tokens
+    parts = [mode if budget is None else f"{mode} {tokens_word(budget)}", draft, *(MORE[w] for w in words if w in MORE)]
+    return mode, ", ".join(part for part in parts if part), budget
 
 
 def step_times(record: dict[str, Any], source: str) -> Adapted:

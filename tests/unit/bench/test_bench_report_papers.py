@@ -145,6 +145,16 @@ def test_all_records_of_this_project_are_read() -> None:
     assert steps["full, EAGLE-3", 16, "32K"].phases["verify"] == 20.63 and steps["exact", 1, "125K"].step == 24.768
 
 
+def test_systems_of_speed_records_have_the_labels_and_budgets_that_they_ran_with() -> None:
+    rows = read_book([RESULTS / "sparse_mode_speed_h200.json", RESULTS / "full_mode_speed_h200.json"]).of(Speed)
+    assert {(row.system, row.name, row.view_tokens) for row in rows} == {
+        ("eagle3", "SGLang EAGLE-3", None), ("eagle3", "SGLang EAGLE-3, window 4K", None), ("full", "full, LongSpec", None),
+        ("full", "full, EAGLE-3", None), ("full", "full, LongSpec, no graphs", None), ("sparse", "sparse 512", 512),
+        ("sparse", "sparse 512, language model", 512), ("sparse", "sparse 512, recipe", 512), ("exact", "exact 4K", 4096),
+        ("exact", "exact 4K, on sets", 4096),
+    }  # fmt: skip
+
+
 def test_answers_of_a_server_become_accept_lengths() -> None:
     stored = json.loads((RESULTS / "served_drafts_tau_h200.json").read_text())
     book = read_book([RESULTS / "served_drafts_tau_h200.json"])
