@@ -26,7 +26,15 @@ MODES = {
     "longdraft_exact": "longdraft `exact`, LongSpec, views of 4,096",
     "longdraft_partial": "longdraft `partial`, LongSpec, views of 4,096",
 }
-STEADY = ("longdraft_exact",)  # requests that draw their own accept lengths: what the full batch does
+SPARSE = {
+    "eagle3": "SGLang, EAGLE-3",
+    "longdraft_sparse_recipe": "longdraft `sparse`, LongSpec, 4 heads look (a recipe's)",
+    "longdraft_sparse": "longdraft `sparse`, LongSpec, all heads look (no recipe)",
+    "longdraft_lm_sparse": "longdraft `sparse`, 1B-shaped language model, chain of 4",
+    "longdraft_exact": "longdraft `exact`, views of 4,096 by blocks",
+    "longdraft_exact_sets": "longdraft `exact`, views of 4,096 by tokens (`dustin`)",
+}
+STEADY = ("longdraft_exact", "longdraft_exact_sets")  # requests that draw their own accept lengths: what the full batch does
 DRAFTS = {"longspec": "LongSpec", "eagle3": "EAGLE-3"}
 CASES = {"b1_c32k": "1 × 32K", "b16_c32k": "16 × 32K", "b1_c125k": "1 × 125K"}
 LENGTHS = (2, 8, 32)
@@ -71,6 +79,26 @@ def speed_table(name: str = "full_mode_speed_h200", systems: dict[str, str] = SY
             for c in CASES
         ]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def attention_table() -> str:
+    """Self-attention of a verification over 32 layers: on the whole cache, on sets of tokens, and what choosing them takes."""
+    figures = read("sparse_attention_h200")["figures"]
+    shapes = [(batch, context) for batch in (8, 16) for context in (16384, 32768)]
+    head = " | ".join(f"{batch} × {context // 1024}K" for batch, context in shapes)
+    lines = [f"| H200, 5 rows a request, 32 layers | {head} |", "|---|" + "---|" * len(shapes)]
+    whole = [f"{figures[f'full_b{b}_c{c}_r5_ms']:.2f} ms" for b, c in shapes]
+    lines.append(f"| whole cache | {' | '.join(whole)} |")
+    for tokens in (128, 256, 512):
+        cells = []
+        for b, c in shapes:
+            key = f"{tokens}_b{b}_c{c}_r5"
+            choice = 100 * figures[f"choice_share_of_full_{key}"]
+            cells.append(
+                f"{figures[f'sparse_{key}_ms']:.2f} ms, {figures[f'ratio_{key}']:.1f} × ({figures[f'ratio_with_choice_{key}']:.1f} × with the choice, {choice:.1f} %)"
+            )
+        lines.append(f"| sets of {tokens} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -180,6 +208,8 @@ def both_lengths(head: str, entries: Sequence[tuple[str, str, str]], digits: int
 TABLES: dict[str, Callable[[], str]] = {
     "speed": speed_table,
     "speed_modes": lambda: speed_table("modes_speed_h200", MODES),
+    "speed_sparse": lambda: speed_table("sparse_mode_speed_h200", SPARSE),
+    "sparse_attention": attention_table,
     "identity": identity_table,
     "tau": tau_table,
     "training": training_table,

@@ -124,7 +124,8 @@ class Calibration:
             scores = self._score_heads()
             count = self.settings.heads
             heads = {side: best_heads(torch.tensor(rows), count) for side, rows in scores.items() if side != "answers"}
-            objective = Objective(self._traces(heads), self.settings.search.budget)
+            first = int(self.settings.search.skip * self.target.spec.num_layers)
+            objective = Objective(self._traces(heads), self.settings.search.budget, first)
             choice = search(objective, self._plan(), self.state.once, self.say)
             recipe = self._recipe(heads, scores, choice)
             recipe.save(self.out)

@@ -1,7 +1,7 @@
 """Dustin's Algorithm 1: whose attention chooses a set, by what the sets would have recovered of known attention.
 
-What is maximised is the attention recovery rate of the target's retrieval heads, the mean over all its layers, verifications and texts.
-Ties go to the first.
+What is maximised is the attention recovery rate of the target's retrieval heads, the mean over its layers (the paper: all; here: those
+that count), verifications and texts. Ties go to the first.
 
 Legend: S layers, W verifications, N tokens.
 """
@@ -46,9 +46,16 @@ class Choice:
 class Objective:
     """Mean recovery of policies over traces; the mean over the target's layers is taken once."""
 
-    def __init__(self, traces: Sequence[Trace], budget: int) -> None:
+    def __init__(self, traces: Sequence[Trace], budget: int, first: int = 0) -> None:
+        """Take what is recovered.
+
+        Args:
+            traces: of texts.
+            budget: tokens of a set.
+            first: layer of the target from which on attention counts. Any layer's history and lookahead may still choose.
+        """
         self.traces, self.budget = traces, budget
-        self.attention = [trace.attention_SWN.mean(0) for trace in traces]
+        self.attention = [trace.attention_SWN[first:].mean(0) for trace in traces]
 
     def __call__(self, target_layer: int, draft_layers: Sequence[int] = (), lookahead: int = 0) -> float:
         """Recovery of one layer's history with some draft layers' lookahead."""

@@ -55,6 +55,13 @@ class TraceSettings(Settings):
 
 class SearchSettings(Settings):
     budget: int = Field(512, gt=PROTECTED, description="tokens of a set, sinks and window included (k)")
+    skip: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="share of the target's layers, the first ones, whose attention is not asked to be recovered: they look at sinks and "
+        "near tokens, and a set that recovers those need not hold what the next token comes from; 0: all layers, as in the paper",
+    )
     splits: list[float] = Field(
         [0.25, 0.375, 0.5],
         min_length=1,

@@ -103,6 +103,17 @@ def planted_trace() -> Trace:
     return Trace(length_W, wanted[None], history[None], torch.stack([pointed(places) for places in draft]))
 
 
+def test_layers_that_do_not_count_choose_but_are_not_recovered() -> None:
+    """Of three layers two look at token 60, which layer 0 knows of, the last one where layer 1 does: what a mean over all of them hides."""
+    seen, trace = pointed({60: 1.0}), planted_trace()
+    attention = torch.cat([seen[None], seen[None], trace.attention_SWN])
+    trace = Trace(trace.length_W, attention, trace.history_GSWN, trace.lookahead_SWN[:0])
+    tight = BUDGET - 11  # one token beside sinks and window
+    assert search(Objective([trace], tight), PLAN, once, silent).target_layer == 0
+    counted = search(Objective([trace], tight, 2), PLAN, once, silent)
+    assert counted.target_layer == 1 and counted.recovery == pytest.approx(1 / 12)
+
+
 def test_greedy_layers_are_the_best_of_all_subsets() -> None:
     objective, plan = Objective([planted_trace()], BUDGET), Plan(BUDGET, [6], 2, 0.001, 10, 1, 0)
     choice = search(objective, plan, once, silent)
