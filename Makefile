@@ -1,7 +1,8 @@
 # make demo      train a draft on the CPU, serve with and without it, write demo/report.json and demo/report.png
 # make test      lint, then all tests that need no GPU, in two processes (WORKERS=2)
 # make test-long mode exact on a real model with every selector and budget: minutes on a GPU, a night on a CPU
-# make lint      ruff, mypy, import-linter
+# make lint      ruff, mypy, import-linter, and the pages of docs/ without a warning
+# make docs      the pages of docs/ as a site in site/
 # make gpu-test  tests that need a GPU
 # The environment (.venv) is made on the first call and again when pyproject.toml changes.
 
@@ -11,9 +12,10 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 STAMP  := $(VENV)/.made
 PYTEST_ARGS ?=
 WORKERS ?= 2
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-long lint gpu-test clean
+.PHONY: help env demo test test-long lint docs gpu-test clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -37,6 +39,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(MKDOCS) --quiet --site-dir .site
+
+docs: $(STAMP)
+	$(MKDOCS)
 
 # Whole files go to the next free worker: fixtures of a file start servers.
 test: lint
@@ -49,4 +55,4 @@ gpu-test: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu $(PYTEST_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist demo runs *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist demo runs site .site .promtool *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

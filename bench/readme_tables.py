@@ -7,7 +7,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +219,7 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def fill(text: str) -> str:
+def fill(text: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
     """The text with every table made anew.
 
     Raises:
@@ -227,7 +227,7 @@ def fill(text: str) -> str:
     """
     return re.sub(
         r"<!-- table (\w+) -->\n.*?<!-- end -->",
-        lambda found: f"<!-- table {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->",
+        lambda found: f"<!-- table {found[1]} -->\n{tables[found[1]]()}\n<!-- end -->",
         text,
         flags=re.DOTALL,
     )

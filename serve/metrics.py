@@ -3,10 +3,14 @@
 SGLang's scheduler collects in prometheus_client's multiprocess directory, and so does this, in the same process. The source is what
 the host counts of its requests anyway (:mod:`longdraft.serve.stats`): nothing waits for the device, and a request is looked at once in
 :data:`EVERY` rounds and when its cache is handed back.
+
+SGLang's own names hold a colon, ours do not: prometheus_client writes colons as underscores or as they are by what a scraper accepts, so
+that such a series has another name with every other Prometheus.
 """
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from longdraft.draft_models.buckets import bucket_of
@@ -19,15 +23,104 @@ EVERY = 16  # rounds from one look at the running requests to the next
 LABELS = ("model_name", "mode", "context")
 
 NO_KIND: list[tuple[str, ...]] = [()]
-# Series, by name: what they count, and their label ``kind`` where they have one.
-SERIES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("rounds", "Scheduler steps of requests.", ()),
-    ("tokens", "Tokens that rounds gained, the target's own choice behind the drafts in.", ()),
-    ("verifications", "Verifications of requests, on a view or on the whole cache.", ("partial", "full")),
-    ("proposed_tokens", "Mode exact: tokens gained on a view, which a full verification is to confirm.", ()),
-    ("confirmed_tokens", "Mode exact: tokens among the proposed ones that it confirmed.", ()),
-    ("refreshes", "Modes partial and sparse: how often pending keys and values were computed anew.", ()),
-    ("cache_read_bytes", "Keys and values that verifications read, of views at most.", ("partial", "full")),
+
+
+@dataclass(frozen=True)
+class Series:
+    """One counter; the page of metrics is made from these.
+
+    Attributes:
+        name: without ``longdraft_`` in front and ``_total`` behind it.
+        text: what it counts.
+        unit: of what it counts.
+        read: how to read it, and what to do about which values.
+        kinds: values of its label ``kind``, where it has one.
+    """
+
+    name: str
+    text: str
+    unit: str
+    read: str
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def exported(self) -> str:
+        """Its name on ``/metrics``."""
+        return f"longdraft_{self.name}_total"
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return (*LABELS, "kind") if self.kinds else LABELS
+
+
+# In the order of :func:`totals`.
+SERIES: tuple[Series, ...] = (
+    Series(
+        "rounds",
+        "Scheduler steps of requests.",
+        "rounds",
+        "what other series are divided by; none while requests run: the metrics could not be written, see the server's log",
+    ),
+    Series(
+        "tokens",
+        "Tokens that rounds gained, the target's own choice behind the drafts in.",
+        "tokens",
+        "by rounds it is τ with the bonus token; near 1: the draft is useless for this text or target, serve with mode off or train "
+        "one; far above what it was: answers repeat themselves",
+    ),
+    Series(
+        "drafted_tokens",
+        "Tokens that were drafted for the verifications that rounds end with; of a tree its depth.",
+        "tokens",
+        "(tokens - rounds) / drafted_tokens is the share that was kept; above 0.9: answers repeat themselves, or --steps may grow; "
+        "below 0.2: take fewer --steps",
+    ),
+    Series(
+        "verifications",
+        "Verifications of requests, on a view or on the whole cache; a batch is verified together, so that beside exact requests "
+        "others have partial ones too.",
+        "verifications",
+        "partial by full says how many reads of views go with one read of everything; none partial in mode exact: views do not pay at "
+        "this batch and context, mode full does the same",
+        ("partial", "full"),
+    ),
+    Series(
+        "proposed_tokens",
+        "Mode exact: tokens gained on a view, which a full verification is to confirm.",
+        "tokens",
+        "none: no partial rounds were run",
+    ),
+    Series(
+        "confirmed_tokens",
+        "Mode exact: tokens among the proposed ones that it confirmed.",
+        "tokens",
+        "by proposed_tokens it is the confirmed share; below 0.5: views miss what matters, raise --view-tokens or take mode full",
+    ),
+    Series(
+        "fallbacks",
+        "Mode exact: how often a request of whose tokens few were confirmed went over to its whole cache for a while.",
+        "times",
+        "more than a few in 100 rounds: as a low confirmed share",
+    ),
+    Series(
+        "refreshes",
+        "Modes partial and sparse: how often pending keys and values were computed anew.",
+        "times",
+        "each reads a whole cache; in every other round or more: lower --refresh-margin, raise --refresh-missed-mass or --refresh-every",
+    ),
+    Series(
+        "draft_failures",
+        "Rounds of requests whose drafter failed, so that they went on without drafts.",
+        "rounds",
+        "any: the server's log has the reason; answers stay right, only slower",
+    ),
+    Series(
+        "cache_read_bytes",
+        "Keys and values that verifications read, of views at most what they may hold; full has the refreshes of sparse in.",
+        "bytes",
+        "by tokens it is what a token costs; that of a mode with views should lie well under that of full",
+        ("partial", "full"),
+    ),
 )
 
 
@@ -36,8 +129,8 @@ def totals(counters: RequestStats, token_bytes: int) -> tuple[int, ...]:
     cycles, accept = counters.cycles, counters.accept
     full = cycles.full + counters.rounds - cycles.cycles  # a round that is no cycle is one full verification
     return (
-        *(counters.rounds, accept.accepted + accept.verifications, cycles.partial, full),
-        *(cycles.proposed, cycles.confirmed, cycles.refreshes),
+        *(counters.rounds, accept.accepted + accept.verifications, accept.drafted, cycles.partial, full),
+        *(cycles.proposed, cycles.confirmed, cycles.fallbacks, cycles.refreshes, counters.failures),
         *(cycles.read_partial * token_bytes, (cycles.read_full + counters.read) * token_bytes),
     )
 
@@ -58,9 +151,8 @@ class ServingMetrics:
         self.model_name, self.token_bytes = model_name, token_bytes
         self.rounds = 0
         self.counters = [
-            (Counter(f"longdraft:{name}", text, (*LABELS, "kind") if kinds else LABELS, registry=registry or REGISTRY), kinds)
-            for name, text, kinds in SERIES
-        ]  # fmt: skip
+            (Counter(f"longdraft_{s.name}", s.text, s.labels, registry=registry or REGISTRY), s.kinds) for s in SERIES
+        ]
         self.children: dict[tuple[str, str], list[Any]] = {}
         self.failed = False
 

@@ -100,7 +100,7 @@ def _legend(axes: Any, labels: dict[str, int], several: bool) -> None:
 
 
 @contextmanager
-def _canvas(columns: int, rows: int, ink: str, faint: str) -> Iterator[tuple[Any, list[Any]]]:
+def canvas(columns: int, rows: int, ink: str, faint: str) -> Iterator[tuple[Any, list[Any]]]:
     """A figure with its axes; nothing of a run's own text is read as a formula."""
     import matplotlib
 
@@ -128,7 +128,7 @@ def svg(panel: Panel, runs: Sequence[RunLog]) -> str:
     import matplotlib
 
     # Names inside the elements come from the title, so that those of one page differ and a page is repeatable.
-    with matplotlib.rc_context({"svg.hashsalt": panel.title}), _canvas(1, 1, INK, FAINT) as (figure, axes):
+    with matplotlib.rc_context({"svg.hashsalt": panel.title}), canvas(1, 1, INK, FAINT) as (figure, axes):
         draw(axes[0], panel, runs)
         axes[0].set_title("", loc="left")  # the page has it
         out = io.StringIO()
@@ -144,7 +144,7 @@ def png(runs: Sequence[RunLog], path: Path) -> None:
     groups = [(name, [p for p in panels if present(p, runs)]) for name, panels in sections().items()]
     groups = [(name, panels) for name, panels in groups if panels]
     rows = sum(-(-len(panels) // COLUMNS) for _, panels in groups)
-    with _canvas(COLUMNS, rows, "black", "0.88") as (figure, axes):
+    with canvas(COLUMNS, rows, "black", "0.88") as (figure, axes):
         free = iter(axes)
         for name, panels in groups:
             row_ends = -len(panels) % COLUMNS

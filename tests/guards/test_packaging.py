@@ -23,7 +23,7 @@ def test_the_wheel_has_one_top_level_name(distributions: Distributions) -> None:
 
 
 def test_the_wheel_holds_every_module_and_recipe(distributions: Distributions, files: list[Path]) -> None:
-    folders = ("kernels", "draft_models", "train", "serve", "bench", "recipes")
+    folders = ("kernels", "draft_models", "train", "serve", "bench", "ops", "recipes")
     wanted = {
         f"longdraft/{name}"
         for name in files

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-OUR_FOLDERS = ("kernels", "draft_models", "train", "serve", "bench")
+OUR_FOLDERS = ("kernels", "draft_models", "train", "serve", "bench", "ops")
 MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:work|root|home|Users|tmp/w)/\w+")
 
 

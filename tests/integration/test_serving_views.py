@@ -118,11 +118,11 @@ def test_requests_that_need_their_text_are_verified_fully(plain: ServerProcess, 
 def series(server: ServerProcess) -> dict[tuple[str, ...], float]:
     """Our samples on ``/metrics``, by name, mode, context and, where there is one, kind."""
     families = text_string_to_metric_families(server.get("/metrics"))
-    samples = [s for family in families for s in family.samples if s.name.startswith("longdraft:")]
+    samples = [s for family in families for s in family.samples if s.name.startswith("longdraft_")]
     keys = ("mode", "context", "kind")
     return {
         (
-            s.name.removeprefix("longdraft:").removesuffix("_total"),
+            s.name.removeprefix("longdraft_").removesuffix("_total"),
             *(s.labels[k] for k in keys if k in s.labels),
         ): s.value
         for s in samples

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 from longdraft.serve import stats
-from longdraft.serve.metrics import EVERY, ServingMetrics, make_metrics
+from longdraft.serve.metrics import EVERY, SERIES, ServingMetrics, make_metrics, totals
 
 TOKEN = 100  # bytes
 
@@ -36,19 +37,23 @@ def counters(req: Any) -> stats.RequestStats:
 
 def value(registry: CollectorRegistry, name: str, mode: str, context: str, **kind: str) -> float | None:
     labels = {"model_name": "model", "mode": mode, "context": context, **kind}
-    return registry.get_sample_value(f"longdraft:{name}_total", labels)
+    return registry.get_sample_value(f"longdraft_{name}_total", labels)
 
 
 def test_rounds_on_whole_caches_give_tau(metrics: ServingMetrics, registry: CollectorRegistry) -> None:
     req = request("full", 100)
     counters(req).count(drafted=4, accepted=3, read=100)
     counters(req).count(drafted=4, accepted=0, read=104)
+    counters(req).failures += 1
     metrics.look(req)
     metrics.look(req)  # nothing is new
     values = {
-        name: value(registry, name, "full", "<2K") for name in ("rounds", "tokens", "proposed_tokens", "refreshes")
+        name: value(registry, name, "full", "<2K")
+        for name in ("rounds", "tokens", "drafted_tokens", "proposed_tokens", "refreshes", "draft_failures")
     }
-    assert values == {"rounds": 2, "tokens": 5, "proposed_tokens": 0, "refreshes": 0}
+    assert values == {
+        "rounds": 2, "tokens": 5, "drafted_tokens": 8, "proposed_tokens": 0, "refreshes": 0, "draft_failures": 1
+    }  # fmt: skip
     assert value(registry, "verifications", "full", "<2K", kind="full") == 2
     assert value(registry, "verifications", "full", "<2K", kind="partial") == 0
     assert value(registry, "cache_read_bytes", "full", "<2K", kind="full") == 204 * TOKEN
@@ -60,8 +65,10 @@ def test_cycles_say_what_was_confirmed_and_what_views_read(
 ) -> None:
     exact, partial = request("exact", 9000), request("partial", 9000)
     counters(exact).cycles.add(rounds=2, full=True, proposed=8, confirmed=6, fell=False, read=(1000, 9000))
-    counters(exact).count(drafted=4, accepted=6, read=0)
-    counters(exact).count(drafted=4, accepted=1, read=9007)  # on the host, without a view
+    counters(exact).count(drafted=10, accepted=6, read=0)
+    counters(exact).cycles.add(rounds=0, full=True, proposed=0, confirmed=0, fell=True, read=(0, 9007))
+    counters(exact).count(drafted=4, accepted=1, read=0)
+    counters(exact).count(drafted=4, accepted=1, read=9009)  # on the host, without a view
     counters(partial).cycles.add(rounds=0, full=False, proposed=0, confirmed=0, fell=False, read=(500, 0))
     counters(partial).cycles.lossy(approximate=3, refreshed=True)
     counters(partial).count(drafted=4, accepted=2, read=0)
@@ -77,12 +84,14 @@ def test_cycles_say_what_was_confirmed_and_what_views_read(
     }
     assert got == {
         ("exact", "partial"): (2, 1000 * TOKEN),
-        ("exact", "full"): (2, 18007 * TOKEN),
+        ("exact", "full"): (3, 27016 * TOKEN),
         ("partial", "partial"): (1, 500 * TOKEN),
         ("partial", "full"): (0, 0),
     }
     assert value(registry, "proposed_tokens", "exact", "8K-32K") == 8
     assert value(registry, "confirmed_tokens", "exact", "8K-32K") == 6
+    assert value(registry, "drafted_tokens", "exact", "8K-32K") == 18
+    assert value(registry, "fallbacks", "exact", "8K-32K") == 1
     assert value(registry, "refreshes", "partial", "8K-32K") == 1
 
 
@@ -125,3 +134,18 @@ def test_what_fails_ends_the_series_and_nothing_else(
 
 def test_a_server_without_metrics_has_none() -> None:
     assert make_metrics(SimpleNamespace(enable_metrics=False), TOKEN) is None
+
+
+def test_series_have_names_that_every_scraper_gets_alike(registry: CollectorRegistry, metrics: ServingMetrics) -> None:
+    """No colon: prometheus_client writes one as an underscore to scrapers that ask for OpenMetrics."""
+    req = request("full", 50)
+    counters(req).count(4, 1, 50)
+    metrics.look(req)
+    for accept in ("text/plain", "application/openmetrics-text; version=1.0.0"):
+        write, _ = choose_encoder(accept)
+        written = write(registry).decode()
+        for series in SERIES:
+            assert f"\n{series.exported}{{" in written
+    assert [series.name for series in SERIES] == [f.name.removeprefix("longdraft_") for f in registry.collect()]
+    width = sum(len(series.kinds) or 1 for series in SERIES)
+    assert len(totals(counters(req), TOKEN)) == width
