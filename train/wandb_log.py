@@ -128,6 +128,10 @@ class WandbRun:
             self.run = None
             self.say(f"W&B could not {what} ({_reason(error)}); the run goes on without it")
 
+    def define(self, names: str, x: str) -> None:
+        """Figures of these names (``group/*``) go over another one, not over the step."""
+        self._call("define metrics", lambda run: run.define_metric(names, step_metric=x))
+
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         """Figures of a step."""
         self._call("log", lambda run: run.log({**metrics, "step": step}, step=step))

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from longdraft.bench.dashboard.panels import Series
+from longdraft.bench.dashboard.serving import read_served
 from longdraft.errors import UserError
 from longdraft.train.tracking import EVALUATIONS, METRICS, read_rows
 
@@ -18,15 +19,18 @@ Points = list[tuple[int, float]]
 
 @dataclass
 class RunLog:
-    """A run as logged; ``starts`` holds ``run.yaml`` and one for each resumption, in order."""
+    """A run as logged; ``starts`` holds ``run.yaml`` and one for each resumption, in order; ``serving`` what records say of its draft."""
 
     name: str
     metrics: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     starts: list[dict[str, Any]] = field(default_factory=list)
+    serving: list[dict[str, Any]] = field(default_factory=list)
 
     def lines(self, series: Series) -> dict[str, Points]:
-        """Points ``(step, value)`` by label; one line, or one for each depth, and none without figures."""
+        """Points ``(step, value)`` by label; one line, or one for each depth or system, and none without figures."""
+        if series.log == "serving":
+            return self._served(series.path[0])
         by_depth: dict[int, Points] = {}
         for row in self.metrics if series.log == "metrics" else self.evaluations:
             value: Any = row
@@ -37,6 +41,14 @@ class RunLog:
                 if isinstance(number, int | float):
                     by_depth.setdefault(depth, []).append((row["step"], float(number)))
         return {f"{series.label} {d}" if d else series.label: points for d, points in sorted(by_depth.items())}
+
+    def _served(self, figure: str) -> dict[str, Points]:
+        """A figure of serving by system; of two records that have one point the later one."""
+        merged: dict[str, dict[int, float]] = {}
+        for record in self.serving:
+            for label, points in record["lines"].get(figure, {}).items():
+                merged.setdefault(label, {}).update({int(x): float(value) for x, value in points})
+        return {label: sorted(points.items()) for label, points in sorted(merged.items())}
 
 
 def read_run(folder: Path, name: str) -> RunLog:
@@ -54,7 +66,7 @@ def read_run(folder: Path, name: str) -> RunLog:
     if not metrics and not evaluations:
         what = "holds no logged steps" if folder.is_dir() else "does not exist"
         raise UserError(f"run folder {str(folder)!r} {what}: give the folder of a run, which has {METRICS}")
-    return RunLog(name, metrics, evaluations, _starts(folder))
+    return RunLog(name, metrics, evaluations, starts(folder), read_served(folder))
 
 
 def _is_number(value: Any) -> bool:
@@ -85,7 +97,8 @@ def _buckets(found: Any) -> dict[str, Any]:
     return buckets
 
 
-def _starts(folder: Path) -> list[dict[str, Any]]:
+def starts(folder: Path) -> list[dict[str, Any]]:
+    """``run.yaml`` and those of resumptions, in order."""
     resumed = sorted(folder.glob("run-from-*.yaml"), key=lambda path: (len(path.name), path.name))
     found = []
     for path in [folder / "run.yaml", *resumed]:

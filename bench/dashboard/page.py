@@ -49,6 +49,7 @@ def page(runs: Sequence[RunLog]) -> str:
             f"<h1>{title}</h1>",
             f'<p class="runs">{legend}</p>' if named else "",
             *_evaluations(runs),
+            *_served(runs),
             *_panels(runs),
             *_starts(runs),
             *_settings(runs),
@@ -101,6 +102,19 @@ def _evaluations(runs: Sequence[RunLog]) -> Iterable[str]:
                 rows.append(([run.name, f"{last['step']:,}", name, *_figures(figures), _best(run, name)], False))
     yield "<h2>Last evaluation</h2>"
     yield _table(head, rows, numbers=range(3, 7)) if rows else '<p class="none">no evaluations in these logs</p>'
+
+
+def _served(runs: Sequence[RunLog]) -> Iterable[str]:
+    """Records of ``longdraft bench`` that runs keep of their draft, where any does."""
+    rows = [
+        [run.name, *(str(record.get(key) or "-") for key in ("name", "date", "commit", "device", "rows", "excluded"))]
+        for run in runs
+        for record in run.serving
+    ]
+    if rows:
+        yield "<h2>Records of the draft in serving</h2>"
+        head = ("run", "record", "date", "commit", "device", "rows", "excluded by their checks")
+        yield _table(head, [(row, False) for row in rows], numbers=(5, 6))
 
 
 def _figures(figures: dict[str, Any]) -> list[str]:

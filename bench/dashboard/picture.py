@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.bench.dashboard.logs import Points, RunLog
-from longdraft.bench.dashboard.panels import Panel, sections
+from longdraft.bench.dashboard.panels import STEP, Panel, sections
 
 # Colours that differ in hue and lightness (Okabe and Ito's) and are seen on white and on near-black.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#7F7F7F")
@@ -46,10 +46,10 @@ def draw(axes: Any, panel: Panel, runs: Sequence[RunLog]) -> None:
     _scale(axes, panel, lowest, highest)
     axes.set_title(panel.title, loc="left")
     axes.set_ylabel(panel.unit)
-    axes.set_xlabel("training step")
+    axes.set_xlabel(panel.x_title)
     axes.grid(True)
     axes.locator_params(axis="x", nbins=6, integer=True)
-    if len(labels) > 1:
+    if len(labels) > 1 or panel.x != STEP:  # a system is named also where it is alone
         _legend(axes, labels, several=len(runs) > 1)
 
 
@@ -59,7 +59,9 @@ def _labels(panel: Panel, runs: Sequence[RunLog]) -> dict[str, int]:
     for i, series in enumerate(panel.series):
         for run in runs:
             for label in run.lines(series):
-                places[label] = i + (int(label.rsplit(" ", 1)[1]) - 1 if series.deep else 0)
+                places[label] = i + (int(label.rsplit(" ", 1)[1]) - 1 if series.deep and panel.x == STEP else 0)
+    if panel.x != STEP:
+        return {label: i for i, label in enumerate(sorted(places))}
     return dict(sorted(places.items(), key=lambda item: item[1]))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from longdraft.bench.dashboard.panels import Panel, Series, sections
+from longdraft.bench.dashboard.panels import STEP, Panel, Series, sections
 from longdraft.errors import UserError
 
 COLUMNS = 4
@@ -41,15 +41,16 @@ def build(entity: str, project: str) -> Any:
 
 
 def plot(panel: Panel) -> Any:
-    """A line plot over the training step, which is W&B's step too."""
+    """A line plot over the training step, which is W&B's step too, or over what a figure of serving goes by."""
     wr: Any = import_module("wandb_workspaces.reports.v2")
     unit = "share" if panel.unit == "%" else panel.unit
-    return wr.LinePlot(title=panel.title, title_x="step", title_y=unit, log_y=panel.log_scale, **_lines(panel.series))
+    over = {"title_x": "step"} if panel.x == STEP else {"title_x": panel.x_title, "x": panel.x}
+    return wr.LinePlot(title=panel.title, title_y=unit, log_y=panel.log_scale, **over, **_lines(panel.series))
 
 
 def _lines(series: tuple[Series, ...]) -> dict[str, Any]:
-    if any(s.deep for s in series):  # how many depths there are depends on the run
-        return {"metric_regex": "|".join(f"^{s.metric}/[0-9]+$" for s in series)}
+    if any(s.deep for s in series):  # how many depths or systems there are depends on the run
+        return {"metric_regex": "|".join(f"^{s.metric}/[0-9A-Za-z_]+$" for s in series)}
     return {"y": [s.metric for s in series]}
 
 

@@ -17,11 +17,12 @@ from longdraft.bench.dashboard import command, workspace
 from longdraft.bench.dashboard.command import write_report
 from longdraft.bench.dashboard.logs import read_run, read_runs
 from longdraft.bench.dashboard.page import page
-from longdraft.bench.dashboard.panels import PANELS, Panel, Series, sections
+from longdraft.bench.dashboard.panels import PANELS, SERVED, Panel, Series, sections
 from longdraft.bench.dashboard.picture import COLOURS, draw, png, svg
 from longdraft.errors import UserError
 from longdraft.train.wandb_log import evaluation_metrics, step_metrics
 
+TRAINING = [panel for panel in PANELS if panel.section != SERVED]
 EVIL = "<script>alert('x')</script> & $x$"
 
 
@@ -91,7 +92,7 @@ def test_every_panel_shows_what_training_logs(tmp_path: Path) -> None:
     """Each series' name at W&B is one that the tracker sends, and its path finds the figure in the log."""
     run = read_run(write_run(tmp_path / "r"), "r")
     sent = {**step_metrics(metric_row(2, 1.0)), **evaluation_metrics(evaluation_row(2, 2.345))}
-    for panel in PANELS:
+    for panel in TRAINING:
         for series in panel.series:
             (label, points), *more = run.lines(series).items()
             name = f"{series.metric}/1" if series.deep else series.metric
@@ -138,7 +139,7 @@ def test_the_page_holds_every_panel_and_the_logs_figures(tmp_path: Path) -> None
     text = page(runs)
     reader = Reader(text)
     assert re.findall(r"<figcaption>(.*?)</figcaption>", text) == [panel.title for panel in PANELS]
-    assert reader.tags.count("svg") == len(PANELS)
+    assert reader.tags.count("svg") == len(TRAINING)
     assert ["one", "3", "2K-8K", "4", "1", "2.125", "1.125", "50.0%  25.0%", "2.345 (2)"] in reader.rows
     assert ["commit", "c0ffee", "c0ffee"] in reader.rows
     assert ["facts/data/train/1/sha256", "ab12", "ab12"] in reader.rows
