@@ -34,7 +34,10 @@ SPARSE = {
     "longdraft_exact": "longdraft `exact`, views of 4,096 by blocks",
     "longdraft_exact_sets": "longdraft `exact`, views of 4,096 by tokens (`dustin`)",
 }
-STEADY = ("longdraft_exact", "longdraft_exact_sets")  # requests that draw their own accept lengths: what the full batch does
+STEADY = (
+    "longdraft_exact",
+    "longdraft_exact_sets",
+)  # requests that draw their own accept lengths: what the full batch does
 DRAFTS = {"longspec": "LongSpec", "eagle3": "EAGLE-3"}
 CASES = {"b1_c32k": "1 × 32K", "b16_c32k": "16 × 32K", "b1_c125k": "1 × 125K"}
 LENGTHS = (2, 8, 32)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-WIDE, HIGH = 3.9, 1.0  # of a box
-STEP_X, STEP_Y = 5.8, 2.0
+WIDE, HIGH = 4.6, 1.1  # of a box
+STEP_X, STEP_Y = 6.2, 2.0
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ BOXES: dict[str, Box] = {
     "short": Box("Batch 1 and less than\n8K of context, on a GPU?", 0, 2),
     "cache": Box("batch × context\nabove 100K tokens?", 0, 3),
     "confirmed": Box("Is half of what views\ngain confirmed?", 0, 4),
-    "quality": Box("How much drift may it\nhave? Measure it.", 2, 0),
+    "quality": Box("How much drift may it\nhave? Measure it.", 1, 0),
     "off": Box("off", 1, 1.5, True),
     "full": Box("full", 1, 3.5, True),
     "exact": Box("exact", 0, 5, True),
-    "partial": Box("partial", 2, 1, True),
-    "sparse": Box("sparse", 3, 0, True),
+    "partial": Box("partial", 2, 0, True),
+    "sparse": Box("sparse", 2, 1, True),
 }
 ARROWS: tuple[tuple[str, str, str], ...] = (
     ("same", "draft", "yes"),
@@ -75,7 +75,7 @@ def draw(path: Path) -> None:
 
     style = {"svg.fonttype": "none", "svg.hashsalt": "choose", "font.size": 10.5, "font.family": "sans-serif"}
     with matplotlib.rc_context(style):
-        figure, axes = pyplot.subplots(figsize=(13, 8.5))
+        figure, axes = pyplot.subplots(figsize=(11, 7.5))
         for box in BOXES.values():
             x, y = centre(box)
             shape = "round,pad=0.0,rounding_size=0.3" if box.mode else "square,pad=0"

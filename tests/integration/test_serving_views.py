@@ -141,6 +141,9 @@ def test_metrics_say_what_requests_of_each_mode_gained_and_read(viewed: ServerPr
         assert gained["rounds", *labels] == count["rounds"] > 0
         tau = gained["tokens", *labels] / gained["rounds", *labels]
         assert tau == pytest.approx(count["tau"], abs=1e-4)
+        assert gained["tokens", *labels] - gained["rounds", *labels] == count["accepted"] <= count["drafted"]
+        assert gained["drafted_tokens", *labels] == count["drafted"]
+        assert gained["draft_failures", *labels] == count["draft_failures"] == 0
         read = {kind: gained["cache_read_bytes", *labels, kind] for kind in ("partial", "full")}
         ran = {kind: gained["verifications", *labels, kind] for kind in ("partial", "full")}
         if name in ("full", "off"):
@@ -148,6 +151,7 @@ def test_metrics_say_what_requests_of_each_mode_gained_and_read(viewed: ServerPr
             continue
         assert ran == {kind: count[f"{kind}_verifications"] for kind in ran}
         assert gained["refreshes", *labels] == count["refreshes"]
+        assert gained["fallbacks", *labels] == count["view_fallbacks"]
         assert gained["proposed_tokens", *labels] == count["gained_on_view"]
         assert gained["confirmed_tokens", *labels] == count["confirmed"]
         widest = {"exact": length + 100, "partial": 160, "sparse": 512}[name]  # exact may fall back to its whole cache
