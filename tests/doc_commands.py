@@ -14,8 +14,10 @@ import shlex
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from longdraft import cli
@@ -72,7 +74,7 @@ def check_longdraft(words: list[str]) -> None:
         assert said(["train", *rest, *([] if "--plan" in rest else ["--plan"])])
     else:
         group = rest[:1] if name in ("bench", "models", "drafts", "features") else []
-        known = said([name, *group, "--help"])
+        known = said([name, *group, "--help"]) + (options_of(group[0]) if name == "bench" else "")
         takes_settings = name in ("train", "capture")
         for word in rest:
             option = word.split("=")[0]
@@ -90,6 +92,20 @@ def said(words: list[str]) -> str:
         except SystemExit as end:
             status = int(end.code or 0)
     assert status == 0, f"longdraft {shlex.join(words)}: {out.getvalue()[-1500:]}"
+    return out.getvalue()
+
+
+def options_of(benchmark: str) -> str:
+    """Help of the module of a benchmark's name, where the command itself takes a file or else that module's options."""
+    module = f"longdraft.bench.{benchmark}"
+    return printed(import_module(module).main) if find_spec(module) else ""
+
+
+def printed(main: Callable[[list[str]], int]) -> str:
+    """A module's help."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main(["--help"])
     return out.getvalue()
 
 
@@ -138,10 +154,8 @@ def check_pip(words: list[str]) -> None:
 def check_python(words: list[str]) -> None:
     """A module of ours with options that it has."""
     assert words[0] == "-m" and words[1].startswith("longdraft.")
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        import_module(words[1]).main(["--help"])
-    assert all(word in out.getvalue() for word in words[2:] if word.startswith("--"))
+    known = printed(import_module(words[1]).main)
+    assert all(word in known for word in words[2:] if word.startswith("--"))
 
 
 def check_promtool(words: list[str]) -> None:
