@@ -98,7 +98,8 @@ def said(words: list[str]) -> str:
 def options_of(benchmark: str) -> str:
     """Help of the module of a benchmark's name, where the command itself takes a file or else that module's options."""
     module = f"longdraft.bench.{benchmark}"
-    return printed(import_module(module).main) if find_spec(module) else ""
+    main = getattr(import_module(module), "main", None) if find_spec(module) else None
+    return printed(main) if main else ""
 
 
 def printed(main: Callable[[list[str]], int]) -> str:

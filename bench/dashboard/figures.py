@@ -27,9 +27,9 @@ def tokens_of(bucket: Any) -> float | None:
 
 def place(figure: str, row: dict[str, Any]) -> tuple[str, float] | None:
     """The line that a row's figure belongs to, and its x; None: it has no such figure."""
-    key = FIGURES[figure][1]
-    if not row.get("ok") or not isinstance(row.get(key), int | float):
-        return None
+    _, key, weight = FIGURES[figure]
+    if not row.get("ok") or not isinstance(row.get(key), int | float) or not row.get(weight):
+        return None  # rows of quality have a τ too, without verifications: records of acceptance say it better
     system = str(row.get("system"))
     label = str((row.get("settings") or {}).get("label") or row.get("label") or system)
     if figure == "tok_s":
@@ -47,7 +47,7 @@ def lines_of(rows: Iterable[dict[str, Any]]) -> dict[str, Lines]:
         sums: dict[tuple[str, float], tuple[float, float]] = {}
         for row in rows:
             if (where := place(figure, row)) is not None:
-                share = float(row.get(weight) or 1)
+                share = float(row[weight])
                 total, whole = sums.get(where, (0.0, 0.0))
                 sums[where] = total + share * float(row[key]), whole + share
         lines: Lines = {}

@@ -81,12 +81,9 @@ def test_rows_of_one_point_are_averaged_by_their_weight_and_excluded_ones_left_o
 
 
 def test_what_a_row_does_not_say_makes_no_line() -> None:
-    assert (
-        lines_of(
-            [row(rate=2.0, requests=9, tok_s=100.0), row(bucket="long", tau_micro=2.0), row(budget="all", score_own=1)]
-        )
-        == {}
-    )
+    load, place = row(rate=2.0, requests=9, tok_s=100.0), row(bucket="long", tau_micro=2.0, verifications=3)
+    budget, quality = row(budget=None, score_own=1.0), row(bucket="2K", tau_micro=2.0)  # whose τ acceptance says better
+    assert lines_of([load, place, budget, quality]) == {}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +168,7 @@ def test_the_workspace_draws_what_is_sent() -> None:
     ("rows", "message"),
     [
         ([row(ok=False, why="x", tau_micro=2.0, bucket="2K")], "holds no row of acceptance, quality or speed"),
-        ([row(tok_s=3.0, batch=1)], "has a damaged row"),
+        ([row(tok_s=3.0, batch=1, repeats=1)], "has a damaged row"),
         ([], "holds no row"),
     ],
 )  # fmt: skip
