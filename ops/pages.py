@@ -6,10 +6,11 @@ exports them, of figures from the records in bench/results/.
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from longdraft.bench.readme_tables import CASES, TABLES, fill, read
+from longdraft.bench.readme_tables import CASES, RESULTS, TABLES, fill, read
 from longdraft.draft_models.buckets import BUCKET_NAMES
 from longdraft.ops.alerts import ALERTS
 from longdraft.ops.panels import SGLANG, sections
@@ -91,6 +92,30 @@ def choose_table() -> str:
     return table(head, [[f"`{m}`", gives, reads, *(ratio(s, c) for c in CASES)] for m, gives, reads, s in MODES])
 
 
+def grid_table(name: str = "h200_speed") -> str:
+    """Tokens a second of every system by batch and context, of a record of ``longdraft bench speed``."""
+    if not (RESULTS / f"{name}.json").exists():
+        return f"Not on record yet: `longdraft bench speed recipes/bench/{name}.yaml` measures them."
+    return grid(read(name)["rows"])
+
+
+def grid(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A row a system, a column a batch and a context: tokens a second with their spread, and beside plain decoding; why not, where not."""
+    cases = sorted({(row["batch"], row["context"]) for row in rows if "batch" in row})
+    cells = {(row["label"], row["batch"], row["context"]): cell(row) for row in rows if "batch" in row}
+    names = list(dict.fromkeys(label for label, _, _ in cells))
+    head = ("system", *(f"{batch} × {context / 1000:g}K" for batch, context in cases))
+    return table(head, [[name, *(cells.get((name, *case), "–") for case in cases)] for name in names])
+
+
+def cell(row: Mapping[str, Any]) -> str:
+    """One measurement."""
+    if not row["ok"]:
+        return "not counted"
+    beside = f", {row['speedup']:.2f} ×" if "speedup" in row else ""
+    return f"{row['tok_s']:,.0f} ± {row['tok_s_spread']:,.0f} ({row['n']}){beside}"
+
+
 PAGE_TABLES: dict[str, Callable[[], str]] = {
     **TABLES,
     "metrics": metrics_table,
@@ -99,6 +124,7 @@ PAGE_TABLES: dict[str, Callable[[], str]] = {
     "alerts": alert_table,
     "panels": panel_table,
     "choose": choose_table,
+    "grid": grid_table,
 }
 
 
