@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from grafana_foundation_sdk.builders import common, dashboard, prometheus, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -20,7 +21,6 @@ from longdraft.serve.metrics import SERIES
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${source}")
 WIDE, HIGH = 6, 8  # four panels in Grafana's grid of 24 columns
-INTERVALS_OWN = ("auto", "auto_count", "auto_min")
 
 
 def plot(panel: Panel) -> timeseries.Panel:
@@ -82,12 +82,18 @@ def build() -> dashboard.Dashboard:
     return built
 
 
-def text() -> str:
-    """The dashboard as Grafana's JSON, without fields of interval variables, which the SDK gives to every variable."""
-    made = json.loads(JSONEncoder().encode(build().build()))
+def trimmed(made: dict[str, Any]) -> dict[str, Any]:
+    """Without what the SDK writes and the schema does not have."""
+    made.pop("style")
     for variable in made["templating"]["list"]:
-        for name in INTERVALS_OWN:
+        for name in ("auto", "auto_count", "auto_min", "id"):
             variable.pop(name)
+    return made
+
+
+def text() -> str:
+    """The dashboard as Grafana's JSON."""
+    made = trimmed(json.loads(JSONEncoder().encode(build().build())))
     return json.dumps(made, sort_keys=True, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -10,7 +10,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from promql import read
 
 from longdraft.ops import grafana
-from longdraft.ops.grafana import INTERVALS_OWN, text
+from longdraft.ops.grafana import text, trimmed
 from longdraft.ops.panels import EXPORTED, PANELS, Panel, sections
 from longdraft.ops.picture import plots
 from longdraft.serve.metrics import SERIES
@@ -28,11 +28,7 @@ def test_the_file_is_the_generated_one(tmp_path: Path) -> None:
 
 def through_the_schema(data: dict[str, Any]) -> dict[str, Any]:
     """What is left of a dashboard in the SDK's types, which Grafana makes from its schema."""
-    back: dict[str, Any] = json.loads(JSONEncoder().encode(Dashboard.from_json(data)))
-    for variable in back["templating"]["list"]:
-        for name in INTERVALS_OWN:
-            variable.pop(name)
-    return back
+    return trimmed(json.loads(JSONEncoder().encode(Dashboard.from_json(data))))
 
 
 def test_the_published_schema_knows_every_field() -> None:
