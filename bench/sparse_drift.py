@@ -38,7 +38,7 @@ from longdraft.bench.drift_figures import (
 )
 from longdraft.bench.record import make_record, write_record
 from longdraft.bench.server import Server
-from longdraft.bench.view_agreement import STEPS, digest, launch, read_documents
+from longdraft.bench.view_agreement import STEPS, check_room, digest, launch, read_documents
 from longdraft.draft_models.repetition import ALLOWED, repeated_share
 from longdraft.errors import UserError
 from longdraft.serve.settings import LONGEST_REFRESH
@@ -212,7 +212,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="longdraft bench sparse_drift", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True, help="folder of a draft, whose lookahead chooses")
-    parser.add_argument("--documents", type=Path, required=True, help="JSONL with text")
+    parser.add_argument("--documents", type=Path, required=True, help="JSONL with text, or with input_ids")
     parser.add_argument("--refresh", nargs="+", type=refresh, default=["off", "64", "256"])
     parser.add_argument("--budget", type=int, default=512, help="cached tokens of a set")
     parser.add_argument(
@@ -260,6 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     prompts = [document["ids"] for document in documents]
     checked(args, prompts)
+    check_room(documents, args.target, args.new_tokens)
     found = measured(args, prompts, on_cpu)
     names = ("refresh", "budget", "lookahead", "count", "prompt_tokens", "new_tokens", "bin", "batch", "dtype")
     settings = {key: getattr(args, key) for key in names} | {

@@ -28,7 +28,7 @@ from longdraft.bench.gpu_full_speed import generate
 from longdraft.bench.record import make_record, write_record
 from longdraft.bench.server import Server
 from longdraft.bench.sparse_drift import refresh
-from longdraft.bench.view_agreement import Case, digest, launch, read_documents, same_tokens
+from longdraft.bench.view_agreement import Case, check_room, digest, launch, read_documents, same_tokens
 from longdraft.bench.view_quality import Score, quality, rouge_l
 from longdraft.draft_models.repetition import ALLOWED, repeated_share
 from longdraft.draft_models.sparse_recipe import PROTECTED
@@ -306,6 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     read = read_documents(args.documents, tokenizer, args.prompt_tokens, not args.on, args.count)
     longer_than_sets(args, read)
+    check_room(read, args.target, args.new_tokens)
     cases = [CONTROL, *(case for serving in servings(args) for case in serving.cases(args))]
     references = {row["id"]: row["reference"] for row in read if row["reference"]}
     score, settings, labels = rouge_l(), settings_of(args, read), {case.name: case.label for case in cases}

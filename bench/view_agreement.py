@@ -17,7 +17,7 @@ import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ class Case:
 def read_documents(
     path: Path, tokenizer: Any, lengths: Sequence[int], ask: bool, count: int | None = None
 ) -> list[dict[str, Any]]:
-    """Prompts of a JSONL file: the first tokens of every ``text``, to be continued or, with ``ask``, to be summarised in chat form.
+    """Prompts of a JSONL file: the first tokens of every ``text``, to be continued or, with ``ask``, to be summarised in chat form; or
+    ``input_ids`` as they are, up to ``supervised_from``, to be continued.
 
     Args:
         path: of the file.
@@ -71,6 +72,11 @@ def read_documents(
     found = []
     for number, line in enumerate(path.read_text().splitlines()[:count]):
         row = json.loads(line)
+        if "input_ids" in row and not ask:
+            found.append(
+                {"id": row.get("id", number), "ids": row["input_ids"][: row.get("supervised_from")], "reference": None}
+            )
+            continue
         ids = list(tokenizer(row["text"], verbose=False).input_ids)[: lengths[number % len(lengths)]]
         if ask:
             text = f"{tokenizer.decode(ids)}\n\n{QUESTION}"
@@ -81,9 +87,51 @@ def read_documents(
     return found
 
 
+def check_room(documents: Sequence[dict[str, Any]], target: str, new_tokens: int) -> None:
+    """That the target has positions for every prompt and its answer, before a server starts.
+
+    Raises:
+        UserError: one is too long.
+    """
+    from transformers import AutoConfig
+
+    most = int(AutoConfig.from_pretrained(target).max_position_embeddings)
+    longest = max((len(d["ids"]) for d in documents), default=0)
+    if longest + new_tokens > most:
+        raise UserError(
+            f"a prompt of {longest} tokens and an answer of {new_tokens} are more than the target's {most} positions: lower "
+            f"--prompt-tokens by {longest + new_tokens - most} or more, or --new-tokens"
+        )
+
+
 def digest(documents: list[dict[str, Any]]) -> str:
     """By which two records can be seen to be of the same prompts."""
     return hashlib.sha256(json.dumps([d["ids"] for d in documents]).encode()).hexdigest()
+
+
+@dataclass
+class Done:
+    """What a record has so far: the figures of finished cases, where answers part, and which case was measured when, and by what."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    differing: list[Any] = field(default_factory=list)
+    cases: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path, settings: dict[str, Any]) -> "Done":
+        """Of an earlier call with the same settings; nothing where there was none, or another one's record is there."""
+        try:
+            before = json.loads(path.read_text())
+            if before["settings"] == json.loads(json.dumps(settings)):
+                return cls(before["figures"], before["differing"], before["cases"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        return cls()
+
+    def write(self, case: str, record: dict[str, Any], path: Path) -> None:
+        """A case is finished."""
+        self.cases[case] = {key: record[key] for key in ("commit", "date", "device")}
+        write_record(record | {"differing": self.differing, "cases": self.cases}, path)
 
 
 def launch(args: argparse.Namespace, settings: dict[str, Any], on_cpu: bool) -> tuple[list[str], dict[str, str]]:
@@ -247,7 +295,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and write one record; 1 where a check fails, an ``exact`` answer in float32 that is not plain decoding's among them."""
+    """Measure what the record lacks; 1 where a check fails, an ``exact`` answer in float32 that is not plain decoding's among them."""
     from transformers import AutoTokenizer
 
     args, on_cpu = parse(argv), not torch.cuda.is_available()
@@ -260,12 +308,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings |= {"target": Path(args.target).name, "draft": args.draft and Path(args.draft).name}
     settings |= {"documents": args.documents.name, "prompts_sha256": digest(documents)}
     settings |= SAMPLING if args.identity else {}
-    figures: dict[str, float] = {"prompts": len(documents)}
-    parted: list[Any] = []
-    rows: list[dict[str, Any]] = []
-    missing, checks = [case.name for case in cases], {"every_case_ran": False}
+    check_room(documents, args.target, args.new_tokens)
+    done = Done.read(args.record, settings)
+    missing = [case.name for case in cases if case.name not in done.cases]
+    checks = checks_of(cases, missing, done.figures, len(documents), args)
     with ThreadPoolExecutor(args.parallel) as pool:
-        started = {pool.submit(one_case, case, args, documents, on_cpu): case.name for case in cases}
+        left = [case for case in cases if case.name in missing]
+        started = {pool.submit(one_case, case, args, documents, on_cpu): case.name for case in left}
         for future in as_completed(started):
             try:
                 more, differing, found = future.result()
@@ -273,15 +322,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{started[future]} failed: {error}", flush=True)
                 continue
             missing.remove(started[future])
-            figures |= more
-            parted += differing
-            rows += found
-            checks = checks_of(cases, missing, figures, len(documents), args)
+            done.figures |= {"prompts": len(documents), **more}
+            done.differing += differing
+            checks = checks_of(cases, missing, done.figures, len(documents), args)
             name = "exact_matrix" if args.identity else "view_agreement"
-            write_record(make_record(name, settings, figures, checks, differing=parted), args.record)  # so far
-    if args.answers is not None:
-        args.answers.parent.mkdir(parents=True, exist_ok=True)
-        args.answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            done.write(started[future], make_record(name, settings, done.figures, checks), args.record)  # so far
+            if args.answers is not None:
+                args.answers.parent.mkdir(parents=True, exist_ok=True)
+                with args.answers.open("a" if len(done.cases) > 1 else "w") as file:
+                    file.write("".join(json.dumps(row) + "\n" for row in found))
     return 0 if all(checks.values()) else 1
 
 

@@ -113,6 +113,7 @@ def drift(folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], bend:
 
     for name, value in (("Server", Streaming), ("judged", judged), ("load_target", lambda *_: None)):
         monkeypatch.setattr(sd, name, value)
+    monkeypatch.setattr(sd, "check_room", lambda *_: None)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: Letters())
     if bend is not None:
         bend(Streaming)
@@ -247,6 +248,7 @@ def quality(folder: Path, monkeypatch: pytest.MonkeyPatch, broken: str = "", wor
 
     monkeypatch.setattr(sq, "Server", Answering)
     monkeypatch.setattr(sq, "generate", generate)
+    monkeypatch.setattr(sq, "check_room", lambda *_: None)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: Letters())
     documents = folder / "d.jsonl"
     summaries = [" ".join(f"w{i}" for i in range(97 + n, 105 + n)) for n in range(4)]

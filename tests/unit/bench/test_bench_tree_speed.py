@@ -85,14 +85,22 @@ def test_decoding_is_timed_without_the_prompts_and_counted(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("dtype", "gaps", "good"),
-    [("float32", [], True), ("float32", [0.0], False), ("bfloat16", [0.06], True), ("bfloat16", [0.06, 0.4], False)],
+    ("dtype", "gaps", "itself", "good"),
+    [
+        ("float32", [], 0.0, True),
+        ("float32", [0.0], 0.5, False),
+        ("bfloat16", [0.06], 0.0, True),
+        ("bfloat16", [0.06, 0.4], 0.25, False),
+        ("bfloat16", [0.06, 0.4], 0.5, True),
+    ],
 )
 def test_a_record_checks_tokens(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str, gaps: list[float], good: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str, gaps: list[float], itself: float, good: bool
 ) -> None:
+    """``itself``: how far apart candidates are at most where plain decoding parts from itself in other batches."""
+    plain = {"plain_b1_largest_gap": 0.0, "plain_b16_largest_gap": itself}
     row = {"shape": "2,3", "batch": 1, "identical": 1, "gaps": gaps}
-    monkeypatch.setattr(tree_speed, "measure", lambda *_: ({"x": 1.0}, [row]))
+    monkeypatch.setattr(tree_speed, "measure", lambda *_: (dict(plain), [row]))
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: Letters())
     (tmp_path / "p.jsonl").write_text(json.dumps({"text": "ab"}))
     words = [

@@ -9,6 +9,7 @@ import pytest
 
 from longdraft.bench import view_agreement as va
 from longdraft.bench.demo_text import write_long_text
+from longdraft.errors import UserError
 from longdraft.serve.settings import ServeSettings
 
 REQUIRED = ["--target", "T", "--documents", "d.jsonl", "--record", "r.json"]
@@ -33,6 +34,23 @@ def test_prompts_are_cut_to_lengths_in_turn(tmp_path: Path) -> None:
     found = va.read_documents(path, Letters(), [2, 5, 90], ask=False, count=4)
     assert [len(d["ids"]) for d in found] == [2, 5, 8, 2] and [d["id"] for d in found] == [0, 1, 2, 3]
     assert va.digest(found) == va.digest(list(found)) != va.digest(found[:3])
+
+
+def test_prompts_of_token_ids_are_taken_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "held.jsonl"
+    path.write_text(
+        json.dumps({"input_ids": [5, 6, 7, 8], "supervised_from": 3}) + "\n" + json.dumps({"input_ids": [9]})
+    )
+    found = va.read_documents(path, Letters(), [2], ask=False)
+    assert [d["ids"] for d in found] == [[5, 6, 7], [9]] and [d["id"] for d in found] == [0, 1]
+
+
+def test_prompts_and_answers_that_the_target_has_no_positions_for_are_refused(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "max_position_embeddings": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    va.check_room([{"ids": [1] * 80}, {"ids": [1]}], str(tmp_path), 20)
+    with pytest.raises(UserError, match=r"80 tokens and an answer of 21 .* 100 positions: lower --prompt-tokens by 1"):
+        va.check_room([{"ids": [1] * 80}], str(tmp_path), 21)
 
 
 def test_texts_that_every_machine_has_are_long(tmp_path: Path) -> None:
@@ -115,6 +133,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
     monkeypatch.setattr(va, "Server", Answering)
     monkeypatch.setattr(va, "generate", generate)
+    monkeypatch.setattr(va, "check_room", lambda *_: None)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: Letters())
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"id": i, "text": "abcdefgh" * i}) + "\n" for i in range(1, 8)))
@@ -164,3 +183,31 @@ def test_a_server_that_fails_fails_the_record(served: dict[str, Any], monkeypatc
     monkeypatch.setattr(va, "one_case", broken)
     status, record = served["run"]("--identity")
     assert status == 1 and not record["checks"]["every_case_ran"] and record["checks"]["exact_identical"]
+
+
+@pytest.mark.parametrize("more", ["--identity", "--ask"])
+def test_a_call_goes_on_where_the_one_before_stopped(
+    served: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more: str
+) -> None:
+    def stopped(case: va.Case, *rest: Any) -> Any:
+        if case.name == "mass_512":
+            raise RuntimeError("the machine went away")
+        return whole(case, *rest)
+
+    monkeypatch.setattr(Letters, "decode", lambda self, ids: "text", raising=False)
+    monkeypatch.setattr(Letters, "apply_chat_template", lambda self, chat, **_: chat[0]["content"], raising=False)
+    whole, words = va.one_case, (more, "--answers", str(tmp_path / "answers.jsonl"))
+    monkeypatch.setattr(va, "one_case", stopped)
+    assert served["run"](*words)[0] == 1
+    monkeypatch.setattr(va, "one_case", whole)
+    served["asked"].clear()
+    status, record = served["run"](*words)
+    assert status == 0 and record["checks"]["every_case_ran"]
+    assert {name for name, _, _ in served["asked"]} == {"mass_512"}, "nothing is measured twice"
+    assert set(record["cases"]) == {"mass_64", "mass_512", "worst_64", "worst_512"}
+    assert all(set(when) == {"commit", "date", "device"} for when in record["cases"].values())
+    lines = (tmp_path / "answers.jsonl").read_text().splitlines()
+    assert len(lines) == (0 if more == "--identity" else 20)
+    served["asked"].clear()
+    status, record = served["run"](*words, "--new-tokens", "7")
+    assert len({name for name, _, _ in served["asked"]}) == 4, "other settings are another record"
