@@ -131,6 +131,15 @@ class Server:
             text = error.read().decode(errors="replace")
             raise UserError(f"the {self.name} server answered {error.code} on {path}: {text}") from None
 
+    def info(self) -> dict[str, Any]:
+        """What the server says of itself: its arguments, and ``max_total_num_tokens``, the tokens that its cache holds."""
+        with urllib.request.urlopen(f"{self.address}/server_info", timeout=60) as reply:
+            return dict(json.load(reply))
+
+    def flush(self) -> None:
+        """Empty the prefix cache; the server has to be idle."""
+        self._post("/flush_cache?timeout=30", {}, 60).close()
+
     def stream(self, ids: Sequence[int], sampling: dict[str, Any], timeout: float = 600) -> Iterator[dict[str, Any]]:
         """Chunks of an answer to token ids over the native endpoint, greedy unless ``sampling`` says otherwise.
 

@@ -99,14 +99,14 @@ def drafts(argv: Argv) -> int:
 
 
 def bench(argv: Argv) -> int:
-    """measure: NAME [its own options]; --help lists the benchmarks"""
+    """measure: speed | acceptance | quality | arr FILE.yaml, or NAME [its own options]; --help lists the benchmarks"""
     found = runnable_benchmarks()
     parser = argparse.ArgumentParser(prog="longdraft bench", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:<16} {first}" for name, first in sorted(found.items()))
     parser.add_argument("name", choices=sorted(found), metavar="NAME")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the benchmark's own; --help lists them")
     args = parser.parse_args(argv)
-    return _call(f"longdraft.bench.{args.name}", args.arguments)
+    return _call(benchmark_modules()[args.name], args.arguments)
 
 
 def demo(argv: Argv) -> int:
@@ -118,6 +118,8 @@ def dashboard(argv: Argv) -> int:
     """show trainings: --run FOLDER ... as an HTML report, or --entity E --project P as a saved W&B view"""
     return _call("longdraft.bench.dashboard.command", argv)
 
+
+BENCH_FOLDERS = ("harness", "report")  # of the bench folder, whose modules are benchmarks too
 
 COMMANDS: dict[str, Callable[[Argv], int]] = {
     f.__name__: f
@@ -139,14 +141,26 @@ COMMANDS: dict[str, Callable[[Argv], int]] = {
 }
 
 
-def runnable_benchmarks() -> dict[str, str]:
-    """Modules of the bench folder that have a ``main``, with what they do by their docstring; nothing is imported."""
-    found = {}
-    for path in (Path(longdraft.__file__).parent / "bench").glob("*.py"):
-        tree = ast.parse(path.read_text())
-        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
-            found[path.stem] = _what(ast.get_docstring(tree) or "")
+def _benchmarks() -> dict[str, tuple[str, str]]:
+    """Module and docstring of whatever has a ``main`` in the bench folders; nothing is imported."""
+    root, found = Path(longdraft.__file__).parent / "bench", {}
+    for folder in ("", *BENCH_FOLDERS):  # a later one's module goes before an earlier one's of the same name
+        for path in (root / folder).glob("*.py"):
+            tree = ast.parse(path.read_text())
+            if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body):
+                module = ".".join(["longdraft.bench", *([folder] if folder else []), path.stem])
+                found[path.stem] = (module, ast.get_docstring(tree) or "")
     return found
+
+
+def benchmark_modules() -> dict[str, str]:
+    """Modules by the names of benchmarks."""
+    return {name: module for name, (module, _) in _benchmarks().items()}
+
+
+def runnable_benchmarks() -> dict[str, str]:
+    """What benchmarks do, by name."""
+    return {name: _what(text) for name, (_, text) in _benchmarks().items()}
 
 
 def _what(docstring: str) -> str:

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -80,12 +80,12 @@ def validate(schema: type[S], data: dict[str, Any]) -> S:
 
 
 def field_paths(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a schema, sections first."""
+    """Every dotted key of a schema, sections first; of lists of sections without numbers."""
     for name, field in schema.model_fields.items():
         yield prefix + name
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from field_paths(inner, f"{prefix}{name}.")
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from field_paths(inner, f"{prefix}{name}.")
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
@@ -98,7 +98,8 @@ def _explain(schema: type[BaseModel], error: Any) -> str:
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         known = list(field_paths(schema))
-        near = nearest(path, known) or nearest(path.rsplit(".", 1)[-1], known)
+        plain = ".".join(str(part) for part in error["loc"] if not isinstance(part, int))
+        near = nearest(plain, known) or nearest(path.rsplit(".", 1)[-1], known)
         return f"unknown key {path!r}{near}"
     if error["type"] == "missing":
         return f"{path} is missing: set it in the file or as {path}=VALUE"

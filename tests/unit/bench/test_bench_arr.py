@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tiny import tiny_draft, tiny_target
 from transformers import DynamicCache
 
@@ -75,6 +76,18 @@ def test_a_record_has_every_policy_and_pictures(pair: dict[str, str], capsys: py
     assert record["settings"]["draft"] == "draft" and record["settings"]["target_layer"] == 2
     assert sorted(path.name for path in Path(pair["plots"]).iterdir()) == sorted(f"arr_{name}.png" for name in FIGURES)
     assert "arr_hybrid_k40" in capsys.readouterr().out
+
+
+def test_a_file_is_measured_once(pair: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, own = (
+        tmp_path / "arr.yaml",
+        {"count": 1, "tokens": 150, "windows": 3, "window": 3, "budgets": [40], "lags": [1]},
+    )
+    file.write_text(yaml.safe_dump({**pair, **own}))
+    assert cli.main(["bench", "arr", str(file)]) == 0
+    record = json.loads(Path(pair["record"]).read_text())
+    assert all(record["checks"].values()) and "arr_hybrid_k40" in record["figures"] and record["settings"]["count"] == 1
+    assert cli.main(["bench", "arr", str(file)]) == 0 and "is there and of these settings" in capsys.readouterr().out
 
 
 def test_figures_are_drawn_from_records_alone(pair: dict[str, str], tmp_path: Path) -> None:
