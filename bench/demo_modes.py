@@ -1,12 +1,12 @@
 """The demo's comparison of the modes on one long prompt: plain decoding, ``full``, ``exact`` and ``partial`` on one server."""
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from longdraft.bench.demo_text import Prompt, module_text
 from longdraft.bench.server import Generation, Server
+from longdraft.bench.token_compare import same_tokens
 
 MODES = ("off", "full", "exact", "partial")
 VIEW = 1024  # tokens of a view
@@ -45,12 +45,6 @@ def ask_modes(server: Server, ids: list[int], new_tokens: int) -> ModeAnswers:
     return answers
 
 
-def leading(plain: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
-    same = (a == b for a, b in zip(plain, other, strict=False))
-    return next((i for i, equal in enumerate(same) if not equal), min(len(plain), len(other)))
-
-
 def mode_rows(answers: ModeAnswers, draft: str) -> dict[str, Any]:
     """The record's part: tokens a second, ratios to plain decoding, and what views confirmed."""
     plain = answers.tok_s("off")
@@ -61,7 +55,7 @@ def mode_rows(answers: ModeAnswers, draft: str) -> dict[str, Any]:
             "tok_s": round(answers.tok_s(mode), 2),
             "ratio": round(answers.tok_s(mode) / plain, 3) if plain else 0.0,
             "identical": all(g.tokens == answers.tokens("off") for g in answers.found[mode]),
-            "tokens_before_the_first_other": leading(answers.tokens("off"), answers.tokens(mode)),
+            "tokens_before_the_first_other": same_tokens(answers.tokens("off"), answers.tokens(mode)),
             "full_verifications": counters.get("full_verifications", counters.get("target_verifications", 0)),
             "partial_verifications": counters.get("partial_verifications", 0),
             "gained_on_view": counters.get("gained_on_view", 0),

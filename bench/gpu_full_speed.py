@@ -11,8 +11,6 @@ import random
 import shutil
 import statistics
 import sys
-import time
-import urllib.request
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 
 from longdraft.bench.record import make_record, write_record
-from longdraft.bench.server import Server
+from longdraft.bench.server import Server, generate, rounds
 from longdraft.bench.step_times import read_lines, write_lines
 from longdraft.draft_models.checkpoint import save_draft
 from longdraft.draft_models.config import LongSpecConfig
@@ -163,25 +161,6 @@ def launch_command(
         forced = {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT))}
         return command, forced | {"SGLANG_PLUGINS": "longdraft", "LONGDRAFT_SETTINGS": settings}
     return command, {"SGLANG_PLUGINS": "none"}
-
-
-def generate(
-    server: Server, ids: list[list[int]], new_tokens: int, sampling: list[dict[str, Any]] | None = None
-) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds and the answers of one batch, greedy unless each request's ``sampling`` is given."""
-    common = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-    params = [common | own for own in sampling or [{}] * len(ids)]
-    body = json.dumps({"input_ids": ids, "sampling_params": params}).encode()
-    request = urllib.request.Request(f"{server.address}/generate", body, {"content-type": "application/json"})
-    start = time.perf_counter()
-    with urllib.request.urlopen(request, timeout=500) as reply:
-        answers = json.load(reply)
-    return time.perf_counter() - start, answers if isinstance(answers, list) else [answers]
-
-
-def rounds(answers: list[dict[str, Any]]) -> list[int]:
-    """Scheduler steps of each request."""
-    return [a["meta_info"].get("spec_verify_ct") or a["meta_info"]["completion_tokens"] - 1 for a in answers]
 
 
 def measure(server: Server, batch: int, context: int, starts: Callable[[], None] = lambda: None) -> dict[str, float]:

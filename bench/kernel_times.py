@@ -19,9 +19,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from longdraft.bench.gpu_full_speed import CASES, CONTEXT, generate, launch_command, write_models
+from longdraft.bench.gpu_full_speed import CASES, CONTEXT, launch_command, write_models
 from longdraft.bench.record import make_record, write_record
-from longdraft.bench.server import Server
+from longdraft.bench.server import Server, generate
 
 STEPS = 6  # that are profiled
 NEW_TOKENS = 256

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from longdraft.bench.gpu_full_speed import generate
 from longdraft.bench.record import make_record, write_record
-from longdraft.bench.server import Server
+from longdraft.bench.server import Server, generate
+from longdraft.bench.token_compare import first_difference
 from longdraft.bench.tree_speed import Run, command, environment, read_prompts, word
 from longdraft.draft_models.checkpoint import read_config
 from longdraft.errors import UserError
@@ -34,14 +34,6 @@ def decode(server: Server, prompts: list[list[int]], seeds: Sequence[int], batch
         sampling = [{**SAMPLING, "sampling_seed": seed} for seed in seeds[start : start + batch]]
         run.take(generate(server, prompts[start : start + batch], new_tokens, sampling)[1])
     return run
-
-
-def first_difference(want: list[int], got: list[int]) -> int | None:
-    """Index of the first token that differs or that one of them lacks; None for equal answers."""
-    for at, pair in enumerate(zip(want, got, strict=False)):
-        if pair[0] != pair[1]:
-            return at
-    return None if len(want) == len(got) else min(len(want), len(got))
 
 
 def differences(want: list[list[int]], got: list[list[int]]) -> list[dict[str, int]]:

@@ -172,6 +172,25 @@ class Server:
             return str(json.load(reply)["choices"][0]["message"]["content"])
 
 
+def generate(
+    server: Server, ids: list[list[int]], new_tokens: int, sampling: list[dict[str, Any]] | None = None
+) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds and the answers of one batch, greedy unless each request's ``sampling`` is given."""
+    common = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+    params = [common | own for own in sampling or [{}] * len(ids)]
+    body = json.dumps({"input_ids": ids, "sampling_params": params}).encode()
+    request = urllib.request.Request(f"{server.address}/generate", body, {"content-type": "application/json"})
+    start = time.perf_counter()
+    with urllib.request.urlopen(request, timeout=500) as reply:
+        answers = json.load(reply)
+    return time.perf_counter() - start, answers if isinstance(answers, list) else [answers]
+
+
+def rounds(answers: list[dict[str, Any]]) -> list[int]:
+    """Scheduler steps of each request."""
+    return [a["meta_info"].get("spec_verify_ct") or a["meta_info"]["completion_tokens"] - 1 for a in answers]
+
+
 def server_sent(lines: Iterator[bytes]) -> Iterator[dict[str, Any]]:
     """The JSON objects of a server-sent event stream."""
     for line in lines:

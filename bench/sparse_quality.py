@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from longdraft.bench.drift_figures import OFF, ratio
-from longdraft.bench.gpu_full_speed import generate
 from longdraft.bench.record import make_record, write_record
-from longdraft.bench.server import Server
+from longdraft.bench.server import Server, generate
 from longdraft.bench.sparse_drift import refresh
-from longdraft.bench.view_agreement import Case, check_room, digest, launch, read_documents, same_tokens
+from longdraft.bench.token_compare import same_tokens
+from longdraft.bench.view_agreement import Case, check_room, digest, launch, read_documents
 from longdraft.bench.view_quality import Score, quality, rouge_l
 from longdraft.draft_models.repetition import ALLOWED, repeated_share
 from longdraft.draft_models.sparse_recipe import PROTECTED

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 
-from longdraft.bench.gpu_full_speed import generate
-from longdraft.bench.gpu_identity import bf16_step, gap_at_divergence
 from longdraft.bench.record import make_record, write_record
-from longdraft.bench.server import Server
+from longdraft.bench.server import Server, generate
+from longdraft.bench.token_compare import bf16_step, gap_at_divergence
 from longdraft.draft_models.repetition import ALLOWED, repeated_share
 from longdraft.errors import UserError, shown
-from longdraft.serve.launch import CPU_DEFAULTS, CPU_ENVIRONMENT, CPU_SWITCHES
+from longdraft.serve.launch import CPU_ENVIRONMENT, cpu_arguments
 
 # SGLang's Triton kernels multiply float32 in TF32 unless told otherwise; one row and several then differ by far more than float32.
 # Three products in TF32 are as good as one in float32; without tensor cores ("ieee") a prompt of 8K tokens takes four seconds.
@@ -103,7 +102,7 @@ def command(target: str, args: argparse.Namespace, on_cpu: bool, shape: str | No
     if shape is None:
         words = [sys.executable, "-m", "sglang.launch_server", "--model-path", target, *rest]
         if on_cpu:
-            words += [word for pair in CPU_DEFAULTS.items() if pair[0] not in rest for word in pair] + [*CPU_SWITCHES]
+            words += cpu_arguments(rest)
         return words
     words = [sys.executable, "-m", "longdraft.cli", "serve", "--model-path", target, "--draft", args.draft, *rest]
     chain = shape.removeprefix("chain")

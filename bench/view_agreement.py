@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-from longdraft.bench.gpu_full_speed import generate
 from longdraft.bench.record import make_record, write_record
 from longdraft.bench.seeded_identity import SAMPLING, differences
-from longdraft.bench.server import Server
+from longdraft.bench.server import Server, generate
+from longdraft.bench.token_compare import same_tokens
 from longdraft.bench.tree_speed import WHOLE_FLOAT32
 from longdraft.draft_models.repetition import ALLOWED, repeated_share
 from longdraft.errors import UserError
-from longdraft.serve.launch import CPU_DEFAULTS, CPU_ENVIRONMENT, CPU_SWITCHES
+from longdraft.serve.launch import CPU_ENVIRONMENT, cpu_arguments
 
 PENDING = 20
 STEPS = 4  # of a draft's chains
@@ -140,7 +140,7 @@ def launch(args: argparse.Namespace, settings: dict[str, Any], on_cpu: bool) -> 
     words += ["--speculative-algorithm", "LONGDRAFT", "--grammar-backend", "none"]
     words += ["--max-running-requests", str(args.batch)]
     if on_cpu:
-        words += [word for pair in CPU_DEFAULTS.items() if pair[0] not in words for word in pair] + [*CPU_SWITCHES]
+        words += cpu_arguments(words)
     else:
         # The tokens say how large the pool is; a share for each server would seem spent where several start at once.
         words += ["--mem-fraction-static", "0.6", "--attention-backend", args.attention_backend]
@@ -183,11 +183,6 @@ def summed(found: list[dict[str, Any]]) -> dict[str, int]:
     counters = [answer["meta_info"]["longdraft"][-1] for answer in found]
     keys = ("gained_on_view", "confirmed", "cycles_refused", "full_verifications", "partial_verifications")
     return {key: sum(c[key] for c in counters) for key in keys}
-
-
-def same_tokens(a: Sequence[int], b: Sequence[int]) -> int:
-    """Leading tokens that are equal."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def identity(plain: list[list[int]], exact: list[dict[str, Any]], kind: str) -> tuple[dict[str, float], list[Any]]:

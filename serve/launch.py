@@ -46,13 +46,14 @@ def sglang_arguments(options: ServeOptions, rest: Sequence[str], on_cpu: bool) -
     args = [*rest, "--speculative-algorithm", "LONGDRAFT", "--speculative-num-steps", str(steps)]
     if options.draft is not None:
         args += ["--speculative-draft-model-path", options.draft]
-    if not on_cpu:
-        return args
-    given = {a.split("=", 1)[0] for a in rest}
-    for name, value in CPU_DEFAULTS.items():
-        if name not in given:
-            args += [name, value]
-    return args + [s for s in CPU_SWITCHES if s not in given]
+    return [*args, *cpu_arguments(rest)] if on_cpu else args
+
+
+def cpu_arguments(given: Sequence[str]) -> list[str]:
+    """What SGLang's command line needs on a CPU beyond what it has."""
+    names = {word.split("=", 1)[0] for word in given}
+    more = [word for name, value in CPU_DEFAULTS.items() if name not in names for word in (name, value)]
+    return more + [switch for switch in CPU_SWITCHES if switch not in names]
 
 
 def prepare_environment(options: ServeOptions, on_cpu: bool) -> None:

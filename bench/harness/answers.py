@@ -1,12 +1,12 @@
 """Answers as measurements need them: what they took, whether their text is sane, and whether it is plain decoding's."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from longdraft.bench.gpu_full_speed import generate
-from longdraft.bench.gpu_identity import bf16_step, gap_at_divergence
-from longdraft.bench.server import Server
+from longdraft.bench.server import Server, generate
+from longdraft.bench.token_compare import bf16_step, gap_at_divergence
 from longdraft.draft_models.repetition import ALLOWED, repeated_share
 
 TIE = bf16_step(16.0)  # of two logits in bfloat16 that round to neighbours
@@ -82,25 +82,24 @@ def ask(
     return found
 
 
-def departures(
+def compared(
     server: Server, prompts: Sequence[tuple[str, list[int]]], want: Sequence[Answer], got: Sequence[Answer], exact: bool
-) -> list[str]:
-    """Ids of answers that are not plain decoding's.
+) -> dict[str, Any]:
+    """Whether answers are plain decoding's: ``identical``, how many ``parted`` from it and the ``largest_gap`` at which one did.
 
     Args:
-        server: one that runs, which says how far apart two candidates are.
+        server: one that runs, which says how far apart two candidates' log-probabilities are.
         prompts: of the answers.
         want, got: plain decoding's and the system's, in the prompts' order.
-        exact: float32, where every token must be equal; in bfloat16 answers may part where the candidates' logits tie within a step.
+        exact: float32, where every token must be equal; in bfloat16 answers may part where the candidates tie within a step.
     """
-    found = []
-    for (name, ids), plain, own in zip(prompts, want, got, strict=True):
-        if plain.tokens == own.tokens:
-            continue
-        gap = None if exact else gap_at_divergence(server, ids, plain.tokens, own.tokens)
-        if gap is None or gap > TIE:  # None here: one answer is the other's beginning
-            found.append(name)
-    return found
+    parted = [pair for pair in zip(prompts, want, got, strict=True) if pair[1].tokens != pair[2].tokens]
+    if exact:
+        return {"identical": not parted, "parted": len(parted)}
+    gaps = [gap_at_divergence(server, ids, plain.tokens, own.tokens) or 0.0 for (_, ids), plain, own in parted]
+    largest = max(gaps, default=0.0)
+    told = {"largest_gap": round(largest, 4)} if math.isfinite(largest) else {}
+    return {"identical": largest <= TIE, "parted": len(parted), **told}
 
 
 def text_faults(answers: Sequence[Answer]) -> dict[str, list[str]]:

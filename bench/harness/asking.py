@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from longdraft.bench.harness.answers import Answer, ask, departures
+from longdraft.bench.harness.answers import Answer, ask, compared
 from longdraft.bench.harness.ledger import digest
 from longdraft.bench.harness.place import Place, place_of
 from longdraft.bench.harness.run import Cell, Experiment
@@ -89,7 +89,7 @@ class Asking(Experiment[A]):
             "batch": self.settings.batch,
         }
 
-    def answers(self, server: Server, cell: Cell) -> tuple[list[Answer], list[Answer] | None, dict[str, bool]]:
+    def answers(self, server: Server, cell: Cell) -> tuple[list[Answer], list[Answer] | None, dict[str, Any]]:
         """A cell's answers, plain decoding's (None where there are none), and whether they are equal where that is promised."""
         asked = self.of_cell(cell)
         own = ask(
@@ -100,5 +100,4 @@ class Asking(Experiment[A]):
         plain = self.ledger.answers.get(self.plain_cell(cell).key)
         if plain is None or not cell.system.promised:
             return own, plain, {}
-        parted = departures(server, asked.prompts, plain, own, self.place.dtype == "float32")
-        return own, plain, {"identical": not parted}
+        return own, plain, compared(server, asked.prompts, plain, own, self.place.dtype == "float32")

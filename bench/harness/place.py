@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 
+from longdraft.bench.gpu_full_speed import HEAD, write_models
 from longdraft.bench.harness.settings import SHAPE, ForceSettings, HarnessSettings
+from longdraft.bench.tree_speed import environment
 from longdraft.errors import UserError
 from longdraft.models import MODELS, fetch, shipped_draft
+from longdraft.serve.launch import cpu_arguments
 
 SHIPPED_FOR = {"smollm2": "smollm2-135m"}
 KINDS = ("longspec", "eagle3")
+SLACK = 256  # tokens of a request beyond prompt and answer that a server has to have room for
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,9 @@ class Place:
         """Folders of the 8B shape's models."""
         if self.on_cpu:
             raise UserError(f"target.path={SHAPE!r} needs a GPU, there is none: take smollm2")
-        from longdraft.bench.gpu_full_speed import write_models
-
-        return write_models(self.settings.logs / "models")
+        found = write_models(self.settings.logs / "models")
+        torch.cuda.empty_cache()  # what made them is the servers' now
+        return found
 
     @cached_property
     def target(self) -> Path:
@@ -101,8 +105,6 @@ class Place:
         """Of our servers of the 8B shape: as many rows of the head and as many heads that choose as trained and calibrated ones have."""
         if not self.shape or draft not in KINDS:
             return {}
-        from longdraft.bench.gpu_full_speed import HEAD
-
         name = "longdraft" if draft == "longspec" else "longdraft-eagle3"
         rows = (
             {"draft_head_tokens": HEAD, "draft_head_counts": str(self.shapes["counts"])} if draft == "longspec" else {}
@@ -111,29 +113,23 @@ class Place:
 
     def server_words(self) -> list[str]:
         """SGLang's arguments for every system."""
-        from longdraft.serve.launch import CPU_DEFAULTS, CPU_SWITCHES
-
         target = self.settings.target
         own = {"--model-path": str(self.target), "--dtype": self.dtype, "--max-running-requests": str(self.batch)}
         own |= {"--grammar-backend": "none", "--random-seed": str(self.settings.seed)}
-        switches = ["--skip-server-warmup"]
         if self.on_cpu:
-            room = self.batch * (self.context + 128)
-            own = CPU_DEFAULTS | own | {"--max-total-tokens": str(target.pool_tokens or room)}
-            switches = list(CPU_SWITCHES)
+            own |= {"--max-total-tokens": str(target.pool_tokens or self.batch * (self.context + SLACK))}
         else:
             own |= {"--attention-backend": target.attention_backend, "--sampling-backend": "pytorch"}
             own |= {"--mem-fraction-static": str(target.memory), "--chunked-prefill-size": "16384"}
             own |= {"--cuda-graph-max-bs-decode": str(self.batch)}
             own |= {} if target.pool_tokens is None else {"--max-total-tokens": str(target.pool_tokens)}
         if self.shape:
-            own |= {"--load-format": "dummy", "--context-length": str(self.context + 256)}
-        return [*(word for pair in own.items() for word in pair), *switches, *target.arguments]
+            own |= {"--load-format": "dummy", "--context-length": str(self.context + SLACK)}
+        words = [*(word for pair in own.items() for word in pair), *target.arguments]
+        return [*words, *(cpu_arguments(words) if self.on_cpu else ["--skip-server-warmup"])]
 
     def environment(self, stock: bool) -> dict[str, str]:
         """Of a server's process: stock SGLang runs without our plugin where it can."""
-        from longdraft.bench.tree_speed import environment
-
         return environment(self.on_cpu, stock, self.dtype)
 
 

@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from longdraft.bench.gpu_full_speed import generate, rounds, steady
-from longdraft.bench.harness.answers import Answer, departures, text_faults
+from longdraft.bench.gpu_full_speed import steady
+from longdraft.bench.harness.answers import Answer, compared, text_faults
 from longdraft.bench.harness.ledger import digest
 from longdraft.bench.harness.load import load_row
 from longdraft.bench.harness.place import Place, place_of
@@ -23,7 +23,7 @@ from longdraft.bench.harness.prompts import random_prompts, text_prompts
 from longdraft.bench.harness.run import Cell, Experiment, Rows, run_file
 from longdraft.bench.harness.settings import SpeedSettings
 from longdraft.bench.harness.systems.base import System
-from longdraft.bench.server import Server
+from longdraft.bench.server import Server, generate, rounds
 from longdraft.bench.step_times import breakdown, read_lines
 
 SHORT = 8  # tokens of the short answer
@@ -138,7 +138,7 @@ class Speed(Experiment[SpeedSettings]):
 
     def judged(
         self, server: Server, cell: Cell, ids: Sequence[list[int]], answers: list[Answer]
-    ) -> tuple[str, dict[str, bool]]:
+    ) -> tuple[str, dict[str, Any]]:
         """Why a cell's texts do not count, and whether they are plain decoding's where that is promised."""
         faults = {word: len(names) for word, names in text_faults(answers).items() if names}
         why = "; ".join(f"{count} of {len(answers)} answers are {word}" for word, count in faults.items())
@@ -148,9 +148,9 @@ class Speed(Experiment[SpeedSettings]):
         if want is None:
             return why or "plain decoding has no answers to compare with", {}
         prompts = [(str(number), own) for number, own in enumerate(ids)]
-        parted = departures(server, prompts, want, answers, self.place.dtype == "float32")
-        not_plain = f"{len(parted)} of {len(answers)} answers are not plain decoding's" if parted else ""
-        return not_plain or why, {"identical": not parted}
+        told = compared(server, prompts, want, answers, self.place.dtype == "float32")
+        not_plain = f"{told['parted']} of {len(answers)} answers are not plain decoding's"
+        return why if told["identical"] else not_plain, told
 
     def finish(self, rows: Rows) -> None:
         plain = {

@@ -14,8 +14,8 @@ from typing import Any
 from tiny import tiny_model
 from tiny_draft import known_prompts
 
-from longdraft.bench.gpu_identity import gap_at_divergence
 from longdraft.bench.server import Server
+from longdraft.bench.token_compare import gap_at_divergence
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 512,

@@ -12,7 +12,8 @@ import pytest
 from harness_world import EXACT, FULL, PLAIN, World, record_of, target, world, write
 
 from longdraft import cli
-from longdraft.bench.harness import run, speed
+from longdraft.bench import token_compare
+from longdraft.bench.harness import answers, run, speed
 from longdraft.bench.harness.answers import Answer, tau_figures
 from longdraft.bench.harness.ledger import Ledger
 from longdraft.bench.harness.place import Place
@@ -323,3 +324,28 @@ def recipes() -> Iterator[Path]:
 def test_recipes_of_speed_are_read(path: Path) -> None:
     settings = load_settings(SpeedSettings, path)
     assert all(isinstance(system, SystemSettings) for system in settings.systems) and settings.name == path.stem
+
+
+def test_answers_in_bfloat16_may_part_where_candidates_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [(name, [1]) for name in "abc"]
+    want = [Answer(name, [1, 2, 3], 2, 2, 2) for name in "abc"]
+    got = [want[0], Answer("b", [1, 2, 9], 2, 2, 2), Answer("c", [1, 8, 3], 2, 2, 2)]
+    near = {"best": {2: -1.0, 3: -1.0, 8: -1.1, 9: -1.0625}}
+    monkeypatch.setattr(token_compare, "candidates", lambda server, ids: near["best"])
+    server: Any = None
+    assert answers.compared(server, prompts, want, got, exact=True) == {"identical": False, "parted": 2}
+    found = answers.compared(server, prompts, want, got, exact=False)
+    assert found == {"identical": True, "parted": 2, "largest_gap": 0.1}, "a step at 16 is 0.125"
+    near["best"] = {2: -1.0, 3: -1.0, 8: -1.2, 9: -1.0}
+    assert answers.compared(server, prompts, want, got, exact=False)["identical"] is False
+    near["best"] = {2: -1.0, 3: -1.0}
+    assert answers.compared(server, prompts, want, got, exact=False) == {"identical": False, "parted": 2}
+    cut = [want[0], want[1], Answer("c", [1, 2], 1, 1, 1)]
+    assert answers.compared(server, prompts, want, cut, exact=False)["identical"] is False, "an end is no tie"
+    assert answers.compared(server, prompts, want, want, exact=False)["largest_gap"] == 0
+
+
+def test_where_answers_part() -> None:
+    assert token_compare.first_difference([1, 2], [1, 2]) is None and token_compare.same_tokens([1, 2], [1, 2]) == 2
+    assert token_compare.first_difference([1, 2, 3], [1, 2]) == 2 and token_compare.first_difference([], [4]) == 0
+    assert token_compare.first_difference([1, 5, 3], [1, 6, 3]) == 1

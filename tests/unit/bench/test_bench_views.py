@@ -12,7 +12,8 @@ from tiny import tiny_model
 from longdraft.bench import steady_arrivals, view_agreement, view_quality
 from longdraft.bench.gpu_full_speed import LOOKAHEAD, launch_command, sparse_recipe, steady
 from longdraft.bench.steady_arrivals import LONGEST, SHORTEST, Served, figures_of, lengths, percentile
-from longdraft.bench.view_agreement import Case, command, same_tokens, summed
+from longdraft.bench.token_compare import same_tokens
+from longdraft.bench.view_agreement import Case, command, summed
 from longdraft.bench.view_quality import quality, rouge_l
 from longdraft.errors import UserError
 from longdraft.serve.settings import ServeSettings
