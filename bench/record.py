@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,9 @@ def make_record(
 
     The commit comes from git or, on a machine that got the files without the history, from ``LONGDRAFT_COMMIT``.
     """
-    words = sys.orig_argv[1:]
     return {
         "name": name,
-        "command": " ".join(["python", *words]),
+        "command": command(sys.orig_argv[1:]),
         "commit": os.environ.get("LONGDRAFT_COMMIT") or git_commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "device": device_name(),
@@ -31,6 +31,13 @@ def make_record(
         "checks": checks,
         **more,
     }
+
+
+def command(words: Sequence[str]) -> str:
+    """A process's arguments as they are typed: the installed script by its name, without the folder of an environment."""
+    if words and Path(words[0]).name == "longdraft":
+        return " ".join(["longdraft", *words[1:]])
+    return " ".join(["python", *words])
 
 
 def check_record(path: Path) -> None:

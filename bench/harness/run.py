@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from longdraft.bench.harness.answers import Answer
@@ -51,7 +52,7 @@ class Experiment(ABC, Generic[S]):
         self.settings = settings
         self.place = self.make_place()
         self.systems = make_systems(settings.systems, self.place)
-        self.ledger = Ledger(settings.record, self.kind, json.loads(settings.model_dump_json(exclude_none=True)))
+        self.ledger = Ledger(settings.record, self.kind, told(settings))
 
     @abstractmethod
     def make_place(self) -> Place:
@@ -79,13 +80,13 @@ class Experiment(ABC, Generic[S]):
     @cached_property
     def cells(self) -> list[Cell]:
         """All of them, plain decoding's first. Where others are compared with its answers, its settings decide theirs too."""
-        shared = [self.kind, self.place.dtype, device_name(), self.settings.seed, self.systems[0].settings]
+        shared = [self.kind, self.place.dtype, device_name(), self.settings.seed, self.systems[0].asked.model_dump()]
         shared.append(self.settings.target.model_dump())
         shared.append(None if self.place.force is None else self.place.force.model_dump())
         found = []
         for system in self.systems:
             for facts in self.conditions(system):
-                own = [system.settings, system.label, facts, self.decisive(facts)]
+                own = [system.settings, system.asked.draft, system.label, facts, self.decisive(facts)]
                 found.append(Cell(system, facts, digest([shared, own])))
         return found
 
@@ -110,6 +111,19 @@ class Experiment(ABC, Generic[S]):
         if self.identities and (promised := [row["identical"] for row in rows if "identical" in row]):
             found["tokens_are_plain_where_promised"] = all(promised)
         return found
+
+
+def told(settings: HarnessSettings) -> dict[str, Any]:
+    """Settings for a record: files and folders by their names, as they are this machine's."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: short(each) for key, each in value.items() if each is not None}
+        if isinstance(value, list):
+            return [short(each) for each in value]
+        return Path(value).name if isinstance(value, str) and "/" in value and Path(value).exists() else value
+
+    return dict(short(json.loads(settings.model_dump_json(exclude={"record", "logs"}))))
 
 
 class Clock:

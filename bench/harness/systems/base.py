@@ -64,8 +64,9 @@ class System(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the file says of it, defaults in: for rows and digests."""
+        """What the file says of it, defaults in, folders by their names: for rows."""
         said = self.asked.model_dump(include=set(COMMON | TAKES[self.asked.system]) - {"label"})
+        said |= {"draft": Path(self.asked.draft).name} if self.asked.draft else {}
         return {key: value for key, value in said.items() if value not in (None, [], {}, False)}
 
     @property

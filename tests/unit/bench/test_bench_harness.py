@@ -21,6 +21,7 @@ from longdraft.bench.harness.settings import SpeedSettings, SystemSettings
 from longdraft.bench.harness.systems.base import servings
 from longdraft.bench.harness.systems.registry import KINDS, make_systems
 from longdraft.bench.harness.systems.sglang import tokens_word
+from longdraft.bench.record import command
 from longdraft.errors import UserError
 from longdraft.schema import load_settings
 from longdraft.serve.settings import ServeSettings
@@ -349,3 +350,17 @@ def test_where_answers_part() -> None:
     assert token_compare.first_difference([1, 2], [1, 2]) is None and token_compare.same_tokens([1, 2], [1, 2]) == 2
     assert token_compare.first_difference([1, 2, 3], [1, 2]) == 2 and token_compare.first_difference([], [4]) == 0
     assert token_compare.first_difference([1, 5, 3], [1, 6, 3]) == 1
+
+
+def test_records_name_no_folder_of_this_machine(tmp_path: Path, target: Path, world: World) -> None:
+    draft = tmp_path / "drafts" / "mine"
+    draft.mkdir(parents=True)
+    speed.main([str(write(tmp_path, target, systems=[PLAIN, {"system": "full", "draft": str(draft)}]))])
+    record = record_of(tmp_path)
+    assert str(tmp_path) not in json.dumps({key: record[key] for key in ("settings", "rows", "sittings")})
+    assert record["settings"]["target"]["path"] == target.name and record["rows"][1]["settings"]["draft"] == "mine"
+
+
+def test_a_command_is_recorded_as_it_is_typed() -> None:
+    assert command(["/some/where/bin/longdraft", "bench", "speed", "x.yaml"]) == "longdraft bench speed x.yaml"
+    assert command(["-m", "longdraft.bench.arr", "--help"]) == "python -m longdraft.bench.arr --help"
