@@ -333,11 +333,15 @@ class RequestSettings(Settings):
         "takes the server's",
     )
     budget: int | None = Field(
-        None, ge=32, description="mode sparse: cached tokens of a set, at most the server's; None takes the server's"
+        None,
+        ge=32,
+        strict=True,
+        description="mode sparse: cached tokens of a set, at most the server's; None takes the server's",
     )
     refresh: int | None = Field(
         None,
         ge=1,
+        strict=True,
         description="modes partial and sparse: tokens from one full verification to the next at most; None takes the server's",
     )
 

@@ -126,7 +126,10 @@ def test_a_request_chooses_its_mode(mode: str) -> None:
         ({"longdraft": {3: 1}}, r"custom_params\.longdraft\.3 is unknown"),
         ({"longdraft": {"mode": "fast"}}, r"custom_params\.longdraft\.mode='fast': .*'off'.*'full'"),
         ({"longdraft": {"budget": 31}}, r"custom_params\.longdraft\.budget=31: .*32"),
+        ({"longdraft": {"budget": "64"}}, r"custom_params\.longdraft\.budget='64': .*integer"),
+        ({"longdraft": {"budget": 64.0}}, r"custom_params\.longdraft\.budget=64\.0: .*integer"),
         ({"longdraft": {"refresh": 0}}, r"custom_params\.longdraft\.refresh=0"),
+        ({"longdraft": {"refresh": True}}, r"custom_params\.longdraft\.refresh=True: .*integer"),
         ({"longdraft": {"mode": ["off"]}}, r"custom_params\.longdraft\.mode=\['off'\]"),
     ],
 )
