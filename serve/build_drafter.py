@@ -58,7 +58,7 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any, weight
             trained,
         )
     attention = draft_attention(settings)
-    context, ahead = reach(settings, steps)
+    context, ahead = reach(settings, steps, runner.model_config.context_len)
     rows, reads = server_args.max_running_requests + 1, (context, settings.draft_sinks)
     if isinstance(draft, Eagle3Draft):
         return Eagle3Drafter(draft, rows, steps, *reads, attention)
@@ -75,11 +75,17 @@ def build_drafter(server_args: Any, settings: ServeSettings, runner: Any, weight
     return LongSpecDrafter(draft, rows, steps, *reads, attention, ahead)
 
 
-def reach(settings: ServeSettings, steps: int) -> tuple[int, int]:
-    """Cached tokens that a draft reads at most, and how many may be drafted behind the last certain one, beside the chain."""
+def reach(settings: ServeSettings, steps: int, most: int) -> tuple[int, int]:
+    """Cached tokens that a draft reads at most, and how many may be drafted behind the last certain one, beside the chain.
+
+    Args:
+        settings: of the server.
+        steps: of a chain.
+        most: tokens of the server's context: no request has more, whatever the settings allow.
+    """
     if not settings.viewed:
-        return settings.draft_context, 0
-    return max(settings.draft_context, settings.view_width(steps + 1)), settings.pending  # it reads the view
+        return min(settings.draft_context, most), 0
+    return min(max(settings.draft_context, settings.view_width(steps + 1)), most), settings.pending  # it reads the view
 
 
 def _standalone(server_args: Any, settings: ServeSettings, runner: Any) -> Drafter:
@@ -88,7 +94,7 @@ def _standalone(server_args: Any, settings: ServeSettings, runner: Any) -> Draft
     from longdraft.serve.drafters.standalone import StandaloneDrafter
 
     steps = server_args.speculative_num_steps
-    context, ahead = reach(settings, steps)
+    context, ahead = reach(settings, steps, runner.model_config.context_len)
     model = DraftLM(server_args, runner, settings.attention)
     rows = server_args.max_running_requests + 1
     return StandaloneDrafter(model, runner.model_config.vocab_size, rows, steps, context, settings.draft_sinks, ahead)

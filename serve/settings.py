@@ -225,7 +225,7 @@ class ServeSettings(Settings):
                 f"sparse_lookahead={self.sparse_lookahead} with sparse_tokens={self.sparse_tokens}, of which {PROTECTED} are sinks and "
                 f"recent ones: write {most} or less"
             )
-        if self.mode == "sparse" and self.refresh_every is not None and self.refresh_every > LONGEST_REFRESH:
+        if self.sparse and self.refresh_every is not None and self.refresh_every > LONGEST_REFRESH:
             raise ValueError(
                 f"refresh_every={self.refresh_every}: mode sparse computes up to {LONGEST_REFRESH} tokens anew, write that or less"
             )

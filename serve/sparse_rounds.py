@@ -27,7 +27,7 @@ class SparseRounds:
 
         Args:
             sets: of the server.
-            budget: of mode ``sparse``.
+            budget: of mode ``sparse``, the largest.
             viewed: of the other modes with views; None: those choose blocks.
         """
         self.sets, self.budget, self.viewed = sets, budget, viewed
@@ -41,7 +41,7 @@ class SparseRounds:
             own: tokens that it asks for, 0 for the server's.
         """
         if mode == "sparse":
-            return scaled(self.budget, own or self.budget.tokens)
+            return scaled(self.budget, min(own or self.budget.tokens, self.budget.tokens))
         return self.viewed if mode in ("exact", "partial") else None
 
     def use_graphs(self, sizes: Sequence[int], mode: str) -> None:

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from longdraft.draft_models.sparse_recipe import PROTECTED
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.cache_format import UNSCALED, Scales, attention_layers
 from longdraft.serve.drafters.base import Drafter
 from longdraft.serve.settings import LONGEST_REFRESH, ServeSettings
-from longdraft.serve.sparse_rounds import SparseRounds
+from longdraft.serve.sparse_rounds import SparseRounds, scaled
 from longdraft.serve.view_step import ViewStep
 from longdraft.serve.views.chooser import ViewChooser
 from longdraft.serve.views.cycle_plan import CyclePlanner
@@ -63,7 +64,7 @@ def keep_views(
     remembered = (LONGEST_REFRESH if settings.sparse else settings.pending) + 2 * step.stride
     rows, columns = table.shape
     lists = len(tap.layers) if by_layer else 1
-    widest = max(budget.columns, settings.sparse_tokens if settings.sparse else 0)
+    widest = max(budget.columns, min(settings.sparse_tokens, columns) if settings.sparse else 0)
     step.views = ViewState(rows, columns, widest, remembered, table.device, lists, budget.sinks)
     scale = next(layer.scaling for _, layer in attention_layers(runner.model))
     step.chooser = ViewChooser(selector, budget, runner.token_to_kv_pool, tap, scale, scales, by_layer)
@@ -88,13 +89,16 @@ def _keep_sets(
     scale = next(each.scaling for _, each in attention_layers(runner.model) if each.layer_id == layer)
     keys = runner.token_to_kv_pool.get_key_buffer(layer)
     history = History(keys, tuple(heads), scale, scales.get(layer, UNSCALED)[0])
+    table = runner.req_to_token_pool.req_to_token
     budget, viewed = settings.set_budget(), None
+    if budget.tokens > (columns := max(table.shape[1], PROTECTED + 1)):
+        budget = scaled(budget, columns)  # which holds any context; its lists are as wide as it is
     if make_selector(settings.view_selector).by_round:
         own = settings.budget()
         viewed = SparseBudget(own.tokens, own.sinks, own.recent, 0)
         share = budget.lookahead / budget.most_lookahead
         viewed = replace(viewed, lookahead=round(share * viewed.most_lookahead))
-    table, measures = runner.req_to_token_pool.req_to_token, settings.refresh_missed_mass is not None
+    measures = settings.refresh_missed_mass is not None
     sets = SetChooser(history, tap, step.views, table, drafter.lookahead, measures)
     step.sparse = SparseRounds(sets, budget, viewed)
     step.set_width = min(budget.tokens, step.view_width)  # no narrower than a set but where a table's row is

@@ -10,6 +10,7 @@ from longdraft.draft_models.sparse_recipe import LayerHeads, SparseRecipe
 from longdraft.errors import UserError
 from longdraft.options import parse_options
 from longdraft.schema import validate
+from longdraft.serve.build_drafter import reach
 from longdraft.serve.launch import ServeOptions
 from longdraft.serve.settings import (
     ENVIRONMENT,
@@ -86,6 +87,7 @@ def test_a_variable_that_is_no_object(text: str, monkeypatch: pytest.MonkeyPatch
             '{"mode": "sparse", "allow_lossy": true, "refresh_every": 1025}',
             r"refresh_every=1025: mode sparse computes up to 1024 tokens anew, write that or less",
         ),
+        ('{"mode": "exact", "allow_lossy": true, "refresh_every": 1025}', r"refresh_every=1025: mode sparse computes"),
         (
             '{"mode": "exact", "view_selector": "dustin", "view_lists": "layers"}',
             r"view_lists='layers' with view_selector='dustin', .* take shared",
@@ -154,3 +156,10 @@ def test_sets_are_kept_where_some_mode_wants_them() -> None:
     assert ServeSettings(mode="exact", view_selector="dustin").sets
     assert not ServeSettings(mode="exact", view_selector="dustin").sparse
     assert ServeSettings(mode="exact", allow_lossy=True).sets and ServeSettings(mode="exact", allow_lossy=True).sparse
+
+
+def test_a_draft_reads_no_more_than_a_context_has() -> None:
+    for most, plain, viewed in ((300, 300, 300), (100_000, 4096, 50_000 + 2 * 25)):
+        assert reach(ServeSettings(), 4, most) == (plain, 0)
+        of_sets = ServeSettings(mode="sparse", allow_lossy=True, sparse_tokens=50_000)
+        assert reach(of_sets, 4, most) == (viewed, of_sets.pending)

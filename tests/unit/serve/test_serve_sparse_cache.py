@@ -108,6 +108,15 @@ def test_a_set_of_everything_is_plain_decoding(behind: bool) -> None:
     assert not target.partial and not target.wrong
 
 
+def test_a_set_of_more_tokens_than_a_context_takes_no_more_room() -> None:
+    """Also beside requests of the same selector, for which sets are chosen in every round."""
+    modes = ["sparse", "exact", "sparse", "exact"]
+    reqs, target, _ = serve(modes, False, selector="dustin", **{**LOSSY, "sparse_tokens": 1 << 40})
+    assert [list(r.output_ids) for r in reqs] == PLAIN and not target.wrong
+    assert target.partial and target.step is not None
+    assert target.step.views.column_LRV.shape[-1] <= target.step.views.columns
+
+
 @pytest.mark.parametrize("lookahead", [0, None, FREE])
 def test_sets_are_what_history_and_lookahead_say(expected: Expected, lookahead: int | None) -> None:
     """Every round of every request, by the queries of its last accepted token; half of the free tokens where nothing else is said."""
