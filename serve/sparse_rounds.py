@@ -58,7 +58,10 @@ class SparseRounds:
             self._failed("a prefill's queries could not be kept")
 
     def verified(self, row_B: torch.Tensor, width: int, last_B: torch.Tensor) -> None:
-        """A verification of ``width`` tokens a request has ended, of which ``last_B`` is the last that was accepted."""
+        """A verification of ``width`` tokens a request has ended, of which ``last_B`` is the last that was accepted.
+
+        Of requests of different widths, ``width`` is 0 and ``last_B`` counts the rows of all.
+        """
         try:
             self.sets.verified(row_B, width, last_B)
         except Exception:

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from longdraft.serve.settings import LOSSY, VIEWED
 from longdraft.serve.sparse_rounds import SparseRounds
 from longdraft.serve.step_clock import Renamed
 from longdraft.serve.tokens import Tokens
+from longdraft.serve.verify import Verified
 from longdraft.serve.view_verify import ViewVerify
 from longdraft.serve.views.chooser import ViewChooser
 from longdraft.serve.views.cycle import Last, Ready, Returned
@@ -110,6 +112,15 @@ class ViewStep(ViewVerify):
             self.views.exact_R[row_B[b]] = until
             stats.attach(req, self.mode_of(req)).ledger = self._new_ledger(req, length, until)
         return result
+
+    def _result(self, batch: ScheduleBatch, runs: list[list[int]], seen: Verified) -> GenerationBatchResult:
+        """Of a round on the host, whose rows are as many of each request as it had drafts, or as a graph has."""
+        if self.sparse is not None:
+            width = self._graph_width(len(runs), max(b - a for a, b in pairwise(seen.cu)))
+            starts = seen.cu if width is None else range(0, width * len(runs), width)
+            last = [start + len(run) - 1 for start, run in zip(starts, runs, strict=False)]
+            self.sparse.verified(batch.req_pool_indices, 0, to_device(last, torch.int64, seen.choice_T.device))
+        return super()._result(batch, runs, seen)
 
     def _repair(self, batch: ScheduleBatch, roster: Roster, ledgers: list[Ledger]) -> list[bool]:
         """Compute pending tokens anew: a round on the host reads the whole cache. Says whose cache is exact then.

@@ -17,6 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from longdraft.kernels.plan import AttentionPlan
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.view_step import ViewStep
@@ -193,9 +194,9 @@ class LlamaTarget:
         width = len(logits_TV) // len(lengths)
         for b, (row, length) in enumerate(zip(forward_batch.req_pool_indices.tolist(), lengths, strict=True)):
             read = read_LB[:, b].tolist()
-            new = slice(
-                b * width, b * width + int((forward_batch.out_cache_loc[b * width : (b + 1) * width] > 0).sum())
-            )
+            ragged = isinstance(spec.plan, AttentionPlan)  # rounds on the host
+            rows = spec.plan.rows_of(b) if ragged else slice(b * width, (b + 1) * width)
+            new = slice(rows.start, rows.start + int((forward_batch.out_cache_loc[rows] > 0).sum()))
             self.start_R[row] = int(forward_batch.positions[new.start])
             with torch.no_grad():
                 ids_T, position_T = forward_batch.input_ids[new], forward_batch.positions[new]

@@ -112,7 +112,7 @@ class SetChooser:
 
         Args:
             row_B: rows of its requests.
-            width: tokens of each request in it.
+            width: tokens of each request in it; 0 where these differ, and ``last_B`` are rows of all requests' tokens.
             last_B: the last of them that was accepted; the token that the target chose behind it has no query yet.
         """
         [self.query_RHD[row_B]] = self.tap.of_verification(width, last_B)

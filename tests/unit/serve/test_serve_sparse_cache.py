@@ -132,6 +132,16 @@ def test_sets_are_what_history_and_lookahead_say(expected: Expected, lookahead: 
         assert expected.target.step is not None and expected.target.step.exact_of(req) == length
 
 
+@pytest.mark.parametrize("behind", [False, True])
+def test_rounds_on_the_host_leave_a_history_too(expected: Expected, behind: bool) -> None:
+    """One that needs its text on the host makes the others' rounds such; what they choose by afterwards is not a round old."""
+    reqs = expected.serve(
+        ["sparse", "full", "sparse"], behind, own={1: {"max_new_tokens": 12, "frequency_penalty": 0.1}}, **LOSSY
+    )
+    assert not expected.late
+    assert [len(r.output_ids) for r in reqs] == [NEW, 12, NEW]
+
+
 def test_a_recipe_names_layers_and_heads(expected: Expected, tmp_path: Path) -> None:
     target, draft = LayerHeads(layer=2, heads=[1, 3]), LayerHeads(layer=0, heads=[2])
     SparseRecipe(target=target, draft=[draft], lookahead=123, budget=512).save(path := tmp_path / "recipe.json")

@@ -5,6 +5,8 @@ up to each request's exact length is held against transformers' own forward of t
 """
 
 import random
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -115,9 +117,10 @@ def serve(
     selector: str = "mass",
     drafter: Any = None,
     target: LlamaTarget | None = None,
+    own: Mapping[int, dict[str, Any]] = MappingProxyType({}),
     **more: Any,
 ) -> tuple[list[Any], LlamaTarget, CacheCheck]:
-    """Answers to the prompts in these modes, all in one batch."""
+    """Answers to the prompts in these modes, all in one batch; ``own`` are sampling parameters of single requests."""
     target, drafter = target or LlamaTarget(MODEL), drafter or KnownTextDrafter()
     given = ServeSettings(
         **{"mode": "exact", "rounds": 2, "confirm_floor": 0.0, "pending": PENDING, "view_selector": selector,
@@ -134,7 +137,15 @@ def serve(
     target.step, check = step, CacheCheck(step, target, {i + 1: m in VIEWED - {"sparse"} for i, m in enumerate(modes)})
     reqs = [
         make_request(
-            f"r{i}", i + 1, PROMPTS[i], max_new_tokens=NEW, ignore_eos=True, custom_params={"longdraft": {"mode": mode}}
+            f"r{i}",
+            i + 1,
+            PROMPTS[i],
+            **{
+                "max_new_tokens": NEW,
+                "ignore_eos": True,
+                "custom_params": {"longdraft": {"mode": mode}},
+                **own.get(i, {}),
+            },
         )
         for i, mode in enumerate(modes)
     ]
