@@ -105,6 +105,46 @@ def attention_table() -> str:
     return "\n".join(lines)
 
 
+def trees_table() -> str:
+    """Shapes of LongSpec's drafts on SmolLM2: accept length and speed in bfloat16, and whose tokens are plain decoding's in float32."""
+    speed, whole, seeded = (
+        read(f"{name}_longspec_h200") for name in ("tree_speed", "tree_identity", "seeded_identity")
+    )
+    figures, prompts = speed["figures"], whole["figures"]["prompts"]
+    lines = [
+        "| H200, SmolLM2-135M, LongSpec, 2K prompts | batch 1: τ, tokens/s | batch 16: τ, tokens/s | float32: plain's tokens, greedy | with seeds |",
+        "|---|---|---|---|---|",
+        f"| no draft | 1, {figures['plain_tok_s_b1']:,.0f} | 1, {figures['plain_tok_s_b16']:,.0f} | – | – |",
+    ]
+    for key, label in (("chain5", "chain of 5"), ("beam_4_16_16_16_16", "beam tree 4,16,16,16,16")):
+        cells = [f"{figures[f'{key}_tau_b{b}']:.2f}, {figures[f'{key}_tok_s_b{b}']:,.0f}" for b in (1, 16)]
+        cells.append(f"{whole['figures'][f'{key}_b16_identical']} of {prompts}")
+        cells.append(f"{seeded['figures']['prompts'] - seeded['figures'][f'{key}_mismatches']} of {prompts}")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def recovery_table() -> str:
+    """Attention recovery of sets by what chooses them."""
+    figures = read("arr_longspec_h200")["figures"]
+    kinds = {
+        "oracle": "oracle, one set for all layers",
+        "oracle_by_layer": "oracle, a set a layer",
+        "recent": "the most recent tokens",
+        "history_lag1": "history (T)",
+        "lookahead": "lookahead (D)",
+        "hybrid": "both (H)",
+    }
+    sizes = (128, 256, 512)
+    lines = [
+        "| attention recovery rate, mean of all layers | " + " | ".join(f"{k} tokens" for k in sizes) + " |",
+        "|---|---|---|---|",
+    ]
+    for key, label in kinds.items():
+        lines.append(f"| {label} | " + " | ".join(f"{figures[f'arr_{key}_k{k}']:.3f}" for k in sizes) + " |")
+    return "\n".join(lines)
+
+
 def identity_table() -> str:
     """Unforced decoding of SmolLM2 on a card in bfloat16: equal outputs and accept lengths."""
     lines = ["| prompt | context | lookup: same tokens, τ | LongSpec: same tokens, τ |", "|---|---|---|---|"]
@@ -213,6 +253,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed_modes": lambda: speed_table("modes_speed_h200", MODES),
     "speed_sparse": lambda: speed_table("sparse_mode_speed_h200", SPARSE),
     "sparse_attention": attention_table,
+    "trees": trees_table,
+    "recovery": recovery_table,
     "identity": identity_table,
     "tau": tau_table,
     "training": training_table,
