@@ -90,7 +90,7 @@ class ViewStep(ViewVerify):
     def _new_ledger(self, req: Any, length: int, exact: int) -> Ledger:
         mode, own = self.mode_of(req), stats.attach(req, self.settings.mode).own
         budget = own.budget or self.settings.sparse_tokens if mode == "sparse" else 0
-        return Ledger(length, exact, budget=budget, refresh=own.refresh)
+        return Ledger(length, exact, chance=self.planner.chance, budget=budget, refresh=own.refresh)
 
     def exact_of(self, req: Any) -> int | None:
         """Leading tokens of a request's cache that are exact, as far as the host knows; None: all that it has returned."""

@@ -11,7 +11,8 @@ from longdraft.serve.settings import LONGEST_REFRESH, LOSSY, ServeSettings
 from longdraft.serve.views.round_choice import RoundChoice
 
 SHARE_BLEND = 0.1  # of the newest cycle in a request's share of confirmed tokens
-CHANCE_BLEND = 0.01  # of one token in the chance of tokens to be confirmed
+CHANCE_BLEND = 0.01  # of one token in a request's chance of tokens to be confirmed
+PRIOR_BLEND = 0.001  # and in the server's, with which requests begin
 PAUSE = 16  # cycles for which a request that confirms badly reads its whole cache, and a server whose verification failed goes gently
 
 
@@ -25,6 +26,11 @@ PARTIAL, FULL, REPAIRED = (
 def rooms(pending: int) -> list[int]:
     """Numbers of pending tokens that last verifications are made for, ascending: each a shape of its own on a card."""
     return sorted({pending * 2 // 5, pending * 3 // 5, pending} - {0})
+
+
+def blended(chance: float, blend: float, confirmed: int, tried: int) -> float:
+    """A chance with the newest of so many trials, each of weight ``blend``."""
+    return chance + (1 - (1 - blend) ** tried) * (confirmed / tried - chance)
 
 
 @dataclass
@@ -100,6 +106,7 @@ class CyclePlanner:
         self.settings, self.chain, self.choice = settings, chain, choice
         self.stride = chain + settings.pending  # tokens at most that a cycle returns
         self.rooms = rooms(settings.pending)
+        self.chance = 0.95  # of a token to be confirmed, over all requests
         self.prefill_waits = False
         self.careful = 0  # cycles that still do without partial rounds
         self.unable = 0  # and without computing anything anew
@@ -248,7 +255,8 @@ class CyclePlanner:
         if not proposed or ledger.paused:
             return False
         tried = min(proposed, confirmed + 1)
-        ledger.chance += (1 - (1 - CHANCE_BLEND) ** tried) * (confirmed / tried - ledger.chance)
+        ledger.chance = blended(ledger.chance, CHANCE_BLEND, confirmed, tried)
+        self.chance = blended(self.chance, PRIOR_BLEND, confirmed, tried)
         ledger.share += SHARE_BLEND * (confirmed / proposed - ledger.share)
         if ledger.share >= self.settings.confirm_floor:
             return False

@@ -209,6 +209,18 @@ def test_a_request_that_confirms_little_pauses_and_comes_back() -> None:
     assert made.plan([ledger], ["exact"], [9000]).everything == (False,)
 
 
+def test_requests_begin_with_the_chance_that_others_had() -> None:
+    made, before = planner(rounds=3), 0.95
+    for n in range(400):
+        ledger = Ledger(9000, 9000, waiting=[FULL], chance=made.chance)
+        made.processed(ledger, 9, 8, 4 if n % 2 else 8, False)
+    assert made.chance == pytest.approx(12 / 13, abs=0.005), "of 13 tokens that were tried one was refused"
+    one = Ledger(9000, 9000, waiting=[FULL], chance=made.chance)
+    before = made.chance
+    made.processed(one, 1, 8, 0, False)
+    assert before - made.chance < 0.001 < before - one.chance, "one answer says more of itself than of all"
+
+
 def test_chances_follow_what_is_confirmed() -> None:
     made, ledger = planner(rounds=3), Ledger(9000, 9000)
     for _ in range(300):
