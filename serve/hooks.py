@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils import get_num_new_pages
@@ -170,6 +171,15 @@ def waits_for_host(original: Any, self: Any, batch: Any) -> bool:
     return bool(batch and batch.forward_mode.is_decode() and self.result_queue and asks is not None and asks(batch))
 
 
+def no_nccl_on_cpu(original: Any, self: Any, group: Any, device: Any, *args: Any, **kwargs: Any) -> None:
+    """Ranks on a CPU talk by gloo. SGLang leaves NCCL alone only where its library is not installed."""
+    if torch.device(device).type != "cpu":
+        original(self, group, device, *args, **kwargs)
+        return
+    self.rank, self.world_size, self.group = dist.get_rank(group), dist.get_world_size(group), group
+    self.available, self.disabled = False, True
+
+
 def captured_input(original: Any, self: Any, num_tokens: int) -> Any:
     """What SGLang captures a verification with is EAGLE's; ours has a plan and, for an EAGLE-3 draft, asks for hidden layers."""
     if not isinstance(self.attn_backend, LongDraftAttention):
@@ -223,6 +233,11 @@ CPU_HOOKS: list[tuple[str, Any, HookType]] = [
     ),
     ("sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply", linear_on_cpu, HookType.AROUND),
     ("sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head", head_on_cpu, HookType.AROUND),
+    (
+        "sglang.srt.distributed.device_communicators.pynccl.PyNcclCommunicator.__init__",
+        no_nccl_on_cpu,
+        HookType.AROUND,
+    ),
     ("sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask", mask_on_cpu, HookType.AROUND),
     ("sglang.srt.constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", mask_on_cpu, HookType.AROUND),
 ]

@@ -4,6 +4,7 @@ The friendlier spelling of ``sglang serve --model-path TARGET --speculative-algo
 to the environment, adds what a CPU needs where there is no GPU, and hands everything else to SGLang as it is.
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -56,20 +57,41 @@ def cpu_arguments(given: Sequence[str]) -> list[str]:
     return more + [switch for switch in CPU_SWITCHES if switch not in names]
 
 
-def prepare_environment(options: ServeOptions, on_cpu: bool) -> None:
+def ranks_of(rest: Sequence[str]) -> int:
+    """How many ranks SGLang's arguments ask for; what is no number is SGLang's to refuse."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--tensor-parallel-size", "--tp-size", "--tp", dest="size", type=int, default=1)
+    try:
+        return max(1, int(parser.parse_known_args(list(rest))[0].size))
+    except argparse.ArgumentError:
+        return 1
+
+
+def rank_environment(ranks: int, cores: int) -> dict[str, str]:
+    """What SGLang wants to know of several ranks on one CPU: the cores of each. It would compile a mask of the embedding, for 20 seconds."""
+    each = max(1, cores // ranks)
+    first = [rank * each % cores for rank in range(ranks)]
+    bound = "|".join(str(core) if each == 1 else f"{core}-{core + each - 1}" for core in first)
+    return {"SGLANG_CPU_OMP_THREADS_BIND": bound, "TORCHDYNAMO_DISABLE": "1"}
+
+
+def prepare_environment(options: ServeOptions, on_cpu: bool, ranks: int = 1) -> None:
     """What SGLang's processes read: our settings and, on a CPU, its CPU engine."""
     fields = ServeSettings.model_fields
     write_environment(ServeSettings(**{k: v for k, v in options.model_dump().items() if k in fields}))
     os.environ.setdefault("SGLANG_PLUGINS", "longdraft")
     if on_cpu:
         os.environ.update(CPU_ENVIRONMENT)
-        os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+        cores = os.cpu_count() or 1
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+        for name, value in (rank_environment(ranks, cores) if ranks > 1 else {}).items():
+            os.environ.setdefault(name, value)
 
 
 def serve(options: ServeOptions, rest: Sequence[str]) -> None:
     """Start SGLang with LONGDRAFT in this process; returns when the server ends."""
     on_cpu = not torch.cuda.is_available()
-    prepare_environment(options, on_cpu)
+    prepare_environment(options, on_cpu, ranks_of(rest))
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

@@ -5,7 +5,15 @@ import os
 
 import pytest
 
-from longdraft.serve.launch import CPU_DEFAULTS, CPU_SWITCHES, ServeOptions, prepare_environment, sglang_arguments
+from longdraft.serve.launch import (
+    CPU_DEFAULTS,
+    CPU_SWITCHES,
+    ServeOptions,
+    prepare_environment,
+    rank_environment,
+    ranks_of,
+    sglang_arguments,
+)
 from longdraft.serve.settings import ENVIRONMENT, ServeSettings, read_environment
 
 
@@ -60,6 +68,25 @@ def test_the_users_environment_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_environment(ServeOptions(), on_cpu=True)
     assert os.environ["SGLANG_PLUGINS"] == "longdraft,other"
     assert os.environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_ranks_of_a_cpu_have_cores_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, want in (
+        (["--tp-size", "2"], 2),
+        (["--model-path", "m", "--tp=4"], 4),
+        (["--tensor-parallel-size", "3", "--tp-size-of-another", "9"], 3),
+        (["--model-path", "m"], 1),
+        (["--tp", "two"], 1),
+    ):
+        assert ranks_of(given) == want
+    assert rank_environment(2, 8)["SGLANG_CPU_OMP_THREADS_BIND"] == "0-3|4-7"
+    assert rank_environment(3, 2)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|0", "fewer cores than ranks are shared"
+    for name in ("SGLANG_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE", ENVIRONMENT):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND")
+    prepare_environment(ServeOptions(), True, 2)
+    assert os.environ["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "x", "what the user sets is kept"
 
 
 @pytest.mark.parametrize(("tree", "steps"), [("chain", "5"), ("4,16,16", "3"), ("eagle2:6,4,20", "6")])
