@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from longdraft.draft_models.longspec import CrossAttend, LongSpecDraft, SelfAttend
 from longdraft.draft_models.packed_weights import packed
+from longdraft.draft_models.shares import Summed
 from longdraft.draft_models.window_state import WindowState
 from longdraft.kernels.prefix_attention import prefix_output
 from longdraft.kernels.prefix_fit import triton_runs
@@ -32,8 +33,8 @@ class FusedStep:
     def __init__(self, draft: LongSpecDraft) -> None:
         attn, mlp, target = draft.self_attn, draft.mlp, draft.config.target
         self.draft, self.eps = draft, target.rms_norm_eps
-        self.head_dim, self.kv_heads = target.head_dim, target.num_kv_heads
-        self.q_columns = target.num_heads * target.head_dim
+        self.head_dim, self.kv_heads = target.head_dim, attn.kv_heads
+        self.q_columns = len(attn.q_proj.weight)
         self.qkv_CE, self.qkv_bias_C = packed(attn.q_proj, attn.k_proj, attn.v_proj)
         self.gate_up, _ = packed(mlp.gate_proj, mlp.up_proj)
         self.silu = target.hidden_act in ("silu", "swish")
@@ -101,9 +102,12 @@ class FusedStep:
         x_TE = add_norm(more_TE, h_TE, draft.mlp_norm.weight, self.eps)
         both_T2F = linear(x_TE, self.gate_up)
         out_TF = gated_silu(both_T2F) if self.silu else self._gated(both_T2F)
-        if draft.final_norm is None:
-            return h_TE.addmm_(out_TF, draft.mlp.down_proj.weight.detach().t())
-        return add_norm(draft.mlp.down_proj(out_TF), h_TE, draft.final_norm.weight, self.eps)
+        down = draft.mlp.down_proj
+        if draft.final_norm is not None:
+            return add_norm(down(out_TF), h_TE, draft.final_norm.weight, self.eps)
+        if isinstance(down, Summed):
+            return h_TE.add_(down(out_TF))
+        return h_TE.addmm_(out_TF, down.weight.detach().t())
 
     def embedded(self, id_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Embeddings of tokens, new, and their norm, both ``[T, E]``."""

@@ -35,6 +35,11 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(t.hidden_size, t.num_kv_heads * t.head_dim, bias=bias)
         self.o_proj = nn.Linear(t.num_heads * t.head_dim, t.hidden_size, bias=False)
 
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads: the target's, or one rank's of them."""
+        return len(self.k_proj.weight) // self.head_dim
+
     def heads(self, x_TE: torch.Tensor, proj: nn.Linear) -> torch.Tensor:
         return proj(x_TE).unflatten(-1, (-1, self.head_dim))
 
@@ -55,6 +60,11 @@ class CrossAttention(nn.Module):
         # What to look for follows from what the target thought of last, not from the newest tokens alone.
         newest, out = newest_features(config), config.cross_heads * t.head_dim
         self.newest_q_proj = nn.Linear(newest, out, bias=False) if newest else None
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads: all, or one rank's of them."""
+        return len(self.q_proj.weight) // self.head_dim
 
     def query(self, x_TE: torch.Tensor, newest_TF: torch.Tensor | None = None) -> torch.Tensor:
         q_TC = self.q_proj(x_TE)
@@ -97,6 +107,7 @@ class LongSpecDraft(nn.Module):
         self.rotary = Rotary(t)
         self._lent: tuple[torch.Tensor, torch.Tensor] | None = None
         self._ranked_NE: torch.Tensor | None = None
+        self._joined: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.head_ids: torch.Tensor | None
         ranked = config.settings.head_tokens
         if ranked is not None and ranked > t.vocab_size:
@@ -125,6 +136,19 @@ class LongSpecDraft(nn.Module):
                 )
         self._lent = (embedding_VE.detach(), head_VE.detach())
         self._gather_head()
+        return self
+
+    def bind_rows(
+        self, embedding_VE: torch.Tensor, row_NE: torch.Tensor, joined: Callable[[torch.Tensor], torch.Tensor]
+    ) -> "LongSpecDraft":
+        """As :meth:`bind`, for one of several ranks that have the head's rows together.
+
+        Args:
+            embedding_VE: the target's, whole.
+            row_NE: this rank's of the rows that the draft uses.
+            joined: makes of the logits of these rows ``[..., N]`` those of all that the draft uses, in the order of their ids.
+        """
+        self._lent, self._ranked_NE, self._joined = (embedding_VE.detach(), row_NE.detach()), row_NE.detach(), joined
         return self
 
     def rank_head(self, id_N: torch.Tensor) -> None:
@@ -166,7 +190,7 @@ class LongSpecDraft(nn.Module):
 
     @property
     def drafting_head_NE(self) -> torch.Tensor:
-        """Rows of the head that the draft uses: the ranked ones in the order of ``head_ids``, else all."""
+        """Rows of the head that the draft uses: the ranked ones in the order of ``head_ids``, else all; of several ranks this one's."""
         return self.head_VE if self._ranked_NE is None else self._ranked_NE
 
     @property
@@ -271,7 +295,8 @@ class LongSpecDraft(nn.Module):
 
     def draft_logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """``[T, N]`` logits of the rows of :attr:`drafting_head_NE`."""
-        return hidden_TE @ self.drafting_head_NE.to(hidden_TE.dtype).t()
+        logits_TN = hidden_TE @ self.drafting_head_NE.to(hidden_TE.dtype).t()
+        return logits_TN if self._joined is None else self._joined(logits_TN)
 
     def logits(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """``[T, V]`` logits of the target's head; -inf for tokens that a ranked head leaves out."""

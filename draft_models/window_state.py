@@ -27,7 +27,7 @@ class WindowState:
         self.draft = draft
         self.window = draft.config.settings.window
         self.ring = self.window + ahead
-        shape = (rows, self.ring, t.num_kv_heads, t.head_dim)
+        shape = (rows, self.ring, draft.self_attn.kv_heads, t.head_dim)
         self.k = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self.v = torch.zeros_like(self.k)
         self.position = torch.full((rows, self.ring), EMPTY, dtype=torch.int64, device=weight.device)
