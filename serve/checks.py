@@ -16,6 +16,7 @@ from longdraft.errors import UserError
 from longdraft.serve.cache_format import CPU_BACKENDS
 from longdraft.serve.draft_lm_checks import check_draft_folder, check_draft_lm, is_causal_lm
 from longdraft.serve.drafters.looked import heads_that_look, wanted_heads
+from longdraft.serve.rank_checks import check_heads, check_ranks
 from longdraft.serve.settings import ServeSettings, read_environment
 from longdraft.serve.shape_costs import CostTable
 from longdraft.serve.target_layers import check_architecture
@@ -41,7 +42,6 @@ REFUSED = {
     "skip_tokenizer_init": "stop tokens come from the tokenizer",
 }
 REQUIRED_ONE = {
-    "tp_size": "tensor parallel serving is not supported yet",
     "pp_size": "pipeline parallelism is not supported with speculation",
     "attn_cp_size": "context parallelism is not supported with speculation",
     "speculative_eagle_topk": "branches are set by the option tree",
@@ -186,6 +186,8 @@ def _check_models(server_args: Any, settings: ServeSettings) -> None:
                 f"draft tokens): use at most {int(covered) - steps - 1}"
             )
     _check_history(settings, text)
+    if server_args.tp_size > 1:
+        check_heads(server_args.tp_size, text, "target")
     if folder is None:
         if settings.draft_head_tokens is not None:
             raise UserError("draft_head_tokens is for LongSpec drafts: give one with --draft, or leave it out")
@@ -196,6 +198,9 @@ def _check_models(server_args: Any, settings: ServeSettings) -> None:
     target = TargetSpec.from_config(text)
     own = check_draft(folder, read_config(folder), target).config
     _check_head(own, target, settings)
+    if isinstance(own, LongSpecConfig):
+        query_heads = target.num_kv_heads * own.cross_group
+        check_ranks(server_args.tp_size, query_heads, target.num_kv_heads, "draft's cross-attention")
     recipe = settings.recipe() if settings.sets else None
     if recipe is not None:
         wanted_heads(recipe.draft, *heads_that_look(own))

@@ -3,7 +3,7 @@
 Legend: B requests, T new tokens of all requests, V vocabulary.
 """
 
-import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +17,7 @@ from longdraft.serve import stats
 from longdraft.serve.drafters.base import Drafter, DraftRequest
 from longdraft.serve.emission import emitted, room
 from longdraft.serve.observer import Observer
+from longdraft.serve.ranks import ALONE, Ranks
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.sampling.target_choice import target_choice
 from longdraft.serve.settings import ServeSettings, request_settings
@@ -27,8 +28,6 @@ from longdraft.serve.target_graphs import TargetGraphs
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.verify import Verified, verify
 
-logger = logging.getLogger(__name__)
-
 UNVERIFIED = "longdraft could not verify this request: see the server's log"
 
 
@@ -36,14 +35,23 @@ class DecodeStep:
     """Drafts and verifies a batch. Whatever fails costs the requests it touches their drafts, or ends them; never the server."""
 
     def __init__(
-        self, target_worker: Any, drafter: Drafter, observer: Observer, settings: ServeSettings, stride: int
+        self,
+        target_worker: Any,
+        drafter: Drafter,
+        observer: Observer,
+        settings: ServeSettings,
+        stride: int,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.target_worker = target_worker
         self.drafter = drafter
         self.observer = observer
         self.settings = settings
         self.stride = stride
-        self.clock = make_clock(settings.step_times, torch.device(target_worker.model_runner.device))
+        self.clock = make_clock(
+            None if ranks.rank else settings.step_times, torch.device(target_worker.model_runner.device)
+        )
         self.graphs: TargetGraphs | None = None  # of the target's verification, where SGLang made some
         self.vocab: int = target_worker.model_runner.model_config.vocab_size
 
@@ -73,7 +81,7 @@ class DecodeStep:
             try:
                 return self._run(batch)
             except Exception:
-                logger.exception("longdraft: a step failed, its %d requests are aborted", len(batch.reqs))
+                self.ranks.failed("longdraft: a step failed, its %d requests are aborted", len(batch.reqs))
             # Only here is the exception gone, and with it the tensors that its frames hold.
             return self._ended(batch)
 
@@ -98,18 +106,27 @@ class DecodeStep:
 
     def _run(self, batch: ScheduleBatch) -> GenerationBatchResult:
         with self.clock.phase("draft"):
-            drafts = self._propose(batch)
+            drafts = self._agreed(self._propose(batch))
         everyone = list(range(len(batch.reqs)))
         try:
             width = self._graph_width(len(everyone), 1 + max(len(d) for d in drafts))
             seen = verify(self.target_worker, batch, everyone, drafts, self.observer, width, self.clock)
         except Exception:
-            logger.exception("longdraft: a verification failed, its requests are verified one by one without drafts")
+            self.ranks.failed("longdraft: a verification failed, its requests are verified one by one without drafts")
             drafts = [[] for _ in everyone]
             seen = Verified.join([self._verify_alone(batch, i) for i in everyone])
+        seen = replace(seen, choice_T=self.ranks.first("choices", seen.choice_T)[0])
         with self.clock.phase("keep"):
             runs = self._keep(batch, drafts, seen)
             return self._result(batch, runs, seen)
+
+    def _agreed(self, drafts: list[list[int]]) -> list[list[int]]:
+        """Rank 0's drafts."""
+        if self.ranks.size == 1:
+            return drafts
+        room = [[len(d), *d, *[0] * (self.stride - 1 - len(d))] for d in drafts]
+        [told] = self.ranks.first("drafts", torch.tensor(room, device=self.target_worker.model_runner.device))
+        return [row[1 : 1 + row[0]] for row in told.tolist()]
 
     def _graph_width(self, requests: int, rows: int, columns: int | None = None) -> int | None:
         """Rows a request of the graphs that verify so many, over views of so many cached tokens or (None) whole caches; None: without
@@ -144,7 +161,7 @@ class DecodeStep:
             params = RowParams.build(members, [1] * len(members), batch.seq_lens.device)
             proposed = self.drafter.propose(list(wanting.values()), params)
         except Exception:
-            logger.exception("longdraft: the drafter failed, its requests go on without drafts for this step")
+            self.ranks.failed("longdraft: the drafter failed, its requests go on without drafts for this step")
             self.drafter.clear()
             for req in members:
                 stats.attach(req, self.settings.mode).failures += 1
@@ -160,13 +177,13 @@ class DecodeStep:
         try:
             return target_choice(logits_BV, reqs, [[] for _ in reqs], position_B)
         except Exception:
-            logger.exception("longdraft: first tokens could not be chosen together, each is chosen alone")
+            self.ranks.failed("longdraft: first tokens could not be chosen together, each is chosen alone")
         parts = []
         for i, req in enumerate(reqs):
             try:
                 parts.append(target_choice(logits_BV[i : i + 1], [req], [[]], position_B[i : i + 1]))
             except Exception:
-                give_up(req)
+                give_up(req, self.ranks)
                 parts.append((torch.zeros_like(position_B[:1]), torch.zeros_like(logits_BV[:1], dtype=torch.float32)))
         return torch.cat([choice for choice, _ in parts]), torch.cat([logits for _, logits in parts])
 
@@ -176,7 +193,7 @@ class DecodeStep:
             return verify(self.target_worker, batch, [index], [[]], self.observer, self._graph_width(1, 1))
         except Exception:
             req = batch.reqs[index]
-            give_up(req)
+            give_up(req, self.ranks)
             device = batch.seq_lens.device
             last = torch.tensor([Tokens(req).newest], device=device)
             return Verified(last, torch.zeros(1, self.vocab, device=device), [0, 1])
@@ -230,9 +247,9 @@ class DecodeStep:
         )
 
 
-def give_up(req: Any) -> None:
+def give_up(req: Any, ranks: Ranks) -> None:
     """End a request with an error; called where its exception is handled."""
-    logger.exception("longdraft: request %s cannot be verified and is aborted", req.rid)
+    ranks.failed("longdraft: request %s cannot be verified and is aborted", req.rid)
     end_with_error(req)
 
 

@@ -8,7 +8,6 @@ stop strings) take :class:`DecodeStep`'s rounds, and the scheduler is asked to f
 Legend: B requests, K drafted tokens, T = K + 1 new tokens of a request, N tokens of a run, R rows of SGLang's page table.
 """
 
-import logging
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,8 +31,6 @@ from longdraft.serve.spec_inputs import DraftInput
 from longdraft.serve.step_clock import OFF, StepClock
 from longdraft.serve.tokens import Tokens
 from longdraft.serve.verify import Verified
-
-logger = logging.getLogger(__name__)
 
 HOSTED = ("flashinfer", "torch")  # backends that plan on the host
 
@@ -137,7 +134,7 @@ class DeviceStep(DecodeStep):
         seen, drafts = self._verify(batch, roster, running, drafts)
         self._launch(roster, drafts.limit_B, more)
         with self.clock.phase("keep"):
-            run_BT, count_B = self._accept(roster, drafts, seen)
+            run_BT, count_B = self.ranks.first("tokens", *self._accept(roster, drafts, seen))
             place_T = torch.arange(run_BT.shape[1], device=run_BT.device)
             return self._returned(batch, running, Gained(run_BT, count_B, place_T.expand_as(run_BT)), seen)
 
@@ -168,7 +165,7 @@ class DeviceStep(DecodeStep):
         try:
             self.drafter.follow(req.rid, tokens, end)
         except Exception:
-            logger.exception("longdraft: the drafter cannot follow request %s, its drafts are worse", req.rid)
+            self.ranks.failed("longdraft: the drafter cannot follow request %s, its drafts are worse", req.rid)
             self.drafter.forget(req.rid)
 
     def _chain_limits(self, roster: Roster, running: Running) -> torch.Tensor:
@@ -188,7 +185,7 @@ class DeviceStep(DecodeStep):
         return Drafts(id_BK.clamp(0, self.vocab - 1), self._chain_limits(roster, running))
 
     def _failed(self, roster: Roster) -> None:
-        logger.exception("longdraft: the drafter failed, its requests go on without drafts for this step")
+        self.ranks.failed("longdraft: the drafter failed, its requests go on without drafts for this step")
         self.drafter.clear()
         for req, mode in zip(roster.reqs, roster.modes, strict=True):
             stats.attach(req, mode).failures += mode != "off"
@@ -202,11 +199,12 @@ class DeviceStep(DecodeStep):
     def _verify(
         self, batch: ScheduleBatch, roster: Roster, running: Running, drafts: Drafts
     ) -> tuple[Verified, Drafts]:
-        """What the target chose, and behind which drafts: none, where it failed to verify all requests together."""
+        """What the target chose, and behind which drafts: rank 0's, or none, where it failed to verify all requests together."""
+        drafts = Drafts(*self.ranks.first("drafts", drafts.id_BK, drafts.limit_B))
         try:
             return self._verified(batch, roster.reqs, running, drafts, roster.params, self.clock), drafts
         except Exception:
-            logger.exception("longdraft: a verification failed, its requests are verified one by one without drafts")
+            self.ranks.failed("longdraft: a verification failed, its requests are verified one by one without drafts")
         parts, alone = [], self._no_drafts(1, running, 1)
         for b, req in enumerate(roster.reqs):
             one = running.only(b)
@@ -216,7 +214,7 @@ class DeviceStep(DecodeStep):
                 # Greedy choices leave the logits where a graph wrote them, and will write the next request's.
                 parts.append(replace(seen, logits_TV=seen.logits_TV.clone()))
             except Exception:
-                give_up(req)
+                give_up(req, self.ranks)
                 width = alone.id_BK.shape[1] + 1
                 blank_TV = torch.zeros(width, self.vocab, device=one.length_B.device)
                 parts.append(Verified(one.newest_B.repeat(width), blank_TV, [0, width]))

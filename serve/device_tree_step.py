@@ -3,7 +3,6 @@
 Legend: B requests, T places of a tree, D1 nodes of the deepest path.
 """
 
-import logging
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ from longdraft.serve.tree_step import TreeStep, forced_path
 from longdraft.serve.tree_verify import VerifiedTree
 from longdraft.serve.verify import Verified
 
-logger = logging.getLogger(__name__)
-
 
 class DeviceTreeStep(DeviceStep, TreeStep):
     """As :class:`DeviceStep`, with trees; what needs the host takes :class:`TreeStep`'s rounds.
@@ -37,11 +34,11 @@ class DeviceTreeStep(DeviceStep, TreeStep):
         shape = self.choice.pick(len(roster.reqs))
         limit_B = self._depths(roster, running, shape)
         with self.clock.phase("draft"):
-            tree = self._grow_running(roster, running, shape, limit_B)
+            tree = self._agreed_tree(self._grow_running(roster, running, shape, limit_B))
         try:
             seen = None if tree is None else self._verify_trees(batch, roster, running, tree, shape)
         except Exception:
-            logger.exception("longdraft: a verification of trees failed, its requests go on without drafts")
+            self.ranks.failed("longdraft: a verification of trees failed, its requests go on without drafts")
             seen = None
         if tree is None or seen is None:
             none = self._no_drafts(len(roster.reqs), running)
@@ -103,9 +100,11 @@ class DeviceTreeStep(DeviceStep, TreeStep):
     def _kept_paths(self, tree: Tree, choice_BT: torch.Tensor) -> Accepted:
         forced = self.settings.simulate_accept_length
         if not simulated(forced):
-            return tree_accept(tree, choice_BT)
-        counts = simulated_acceptance([tree.depth] * len(choice_BT), forced, tree.depth + 1)
-        return forced_path(tree, choice_BT, counts)
+            kept = tree_accept(tree, choice_BT)
+        else:
+            counts = simulated_acceptance([tree.depth] * len(choice_BT), forced, tree.depth + 1)
+            kept = forced_path(tree, choice_BT, counts)
+        return Accepted(*self.ranks.first("tokens", kept.path_BD1, kept.count_B, kept.next_B, kept.token_BD1))
 
     def _keep_running(self, running: Running, tree: Tree, seen: VerifiedTree, gained: Gained) -> None:
         """Move the kept nodes' keys and values to where a chain would have written them, and show them to the drafter.
@@ -132,5 +131,5 @@ class DeviceTreeStep(DeviceStep, TreeStep):
         try:
             self.drafter.keep(running, id_BN, count_B)
         except Exception:
-            logger.exception("longdraft: the drafter could not follow a round, it starts anew")
+            self.ranks.failed("longdraft: the drafter could not follow a round, it starts anew")
             self.drafter.clear()

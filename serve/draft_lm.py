@@ -56,6 +56,7 @@ class DraftLM:
             server_args=server_args,
             is_draft_worker=True,
         )
+        self.rank, self.ranks = target.tp_rank, target.tp_size  # each has a share of the heads
         model, kept, backends = self.runner.model, self.runner.kv_cache_dtype, server_args.get_attention_backends()
         check_layers(model, "draft")
         self.scales = cache_scales(model, kept, backends, "draft")

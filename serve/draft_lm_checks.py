@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from longdraft.draft_models.checkpoint import CONFIG, read_config
 from longdraft.errors import UserError, shown
 from longdraft.serve.drafters.looked import wanted_heads
+from longdraft.serve.rank_checks import check_heads
 from longdraft.serve.settings import ServeSettings
 from longdraft.serve.target_layers import check_architecture
 from longdraft.serve.tree_shape import CHAIN
@@ -75,6 +76,8 @@ def check_draft_lm(server_args: Any, settings: ServeSettings, folder: str) -> No
             "draft_head_tokens is for LongSpec drafts, a language model has a head of its own: leave it out"
         )
     text = _check_model(server_args, folder)
+    if server_args.tp_size > 1:
+        check_heads(server_args.tp_size, text, "draft")
     if (recipe := settings.recipe() if settings.sets else None) is not None:
         have = dict.fromkeys(range(text.num_hidden_layers), text.num_attention_heads)
         wanted_heads(recipe.draft, "the draft model", have)

@@ -3,7 +3,6 @@
 Legend: B requests, T tokens of a forward, A features of the observed layers.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from longdraft.errors import UserError
 from longdraft.kernels.transfer import to_device
 from longdraft.serve.drafters.base import Computed, Drafter
-
-logger = logging.getLogger(__name__)
+from longdraft.serve.ranks import ALONE, Ranks
 
 
 class Observer:
@@ -24,8 +22,8 @@ class Observer:
     A drafter that fails to observe costs the tokens' requests the quality of their drafts, nothing else.
     """
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
+    def __init__(self, drafter: Drafter, ranks: Ranks = ALONE) -> None:
+        self.drafter, self.ranks = drafter, ranks
         self.active = drafter.observed_layers is not None
 
     def ask(self, model: Any) -> None:
@@ -96,7 +94,7 @@ class Observer:
         try:
             show()
         except Exception:
-            logger.exception(
+            self.ranks.failed(
                 "longdraft: the drafter could not follow %d tokens, drafts behind them are worse", len(slot_T)
             )
             self.drafter.unobserved(slot_T)

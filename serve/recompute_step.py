@@ -3,7 +3,6 @@
 Legend: B requests, T tokens of a verification.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,8 +17,6 @@ from longdraft.serve.drafters.running import Running
 from longdraft.serve.roster import Roster
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.views.view_state import ViewState
-
-logger = logging.getLogger(__name__)
 
 ROWS = 512  # of a verification without graphs, whose logits take memory
 
@@ -49,7 +46,7 @@ class RecomputeStep(DeviceStep):
             self.views.remember(running.row_B, running.length_B, running.newest_B[:, None])
             self._recompute(batch, roster, running, members, most)
         except Exception:
-            logger.exception("longdraft: pending tokens could not be computed anew, they stay as they are")
+            self.ranks.failed("longdraft: pending tokens could not be computed anew, they stay as they are")
             return False
         return True
 
@@ -62,7 +59,7 @@ class RecomputeStep(DeviceStep):
         # A stride has graphs; where more is pending, reading everything once more costs more than to do without them.
         start_B, width = self.views.exact_R[own.row_B], max(self.stride, min(most, ROWS // len(reqs), MAX_TREE))
         for _ in range(0, most, width):
-            id_BT = self.views.recall(own.row_B, start_B, width)
+            [id_BT] = self.ranks.first("pending tokens", self.views.recall(own.row_B, start_B, width))
             # Of one that has fewer pending than another its newest token is computed, which its next round writes again.
             limit_B = (own.length_B - start_B - 1).clamp(0, width - 1)
             base = replace(own, length_B=start_B, newest_B=id_BT[:, 0])

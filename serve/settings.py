@@ -161,6 +161,11 @@ class ServeSettings(Settings):
         description="benchmarks only, beside simulate_accept_length: chance of each token of a partial round to be confirmed; the "
         "text is wrong",
     )
+    check_ranks: bool = Field(
+        False,
+        description="debugging, of several ranks: compare what each would verify and return in every round, and end the server where they "
+        "differ; every round then waits for the device",
+    )
     step_times: str | None = Field(
         None, description="file to which one line of phase times is added every decode step; None measures nothing"
     )

@@ -5,7 +5,6 @@ Requests of mode ``sparse`` have one; with the selector ``dustin`` those of the 
 Legend: B requests, T tokens of a verification.
 """
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -15,8 +14,6 @@ from longdraft.serve.drafters.running import Running
 from longdraft.serve.roster import Roster
 from longdraft.serve.views.set_chooser import Group, SetChooser
 from longdraft.serve.views.token_set import SparseBudget
-
-logger = logging.getLogger(__name__)
 
 
 class SparseRounds:
@@ -103,7 +100,7 @@ class SparseRounds:
         return self.grouped[1]
 
     def _failed(self, what: str) -> None:
-        logger.exception("longdraft: %s", what)
+        self.sets.ranks.failed("longdraft: %s", what)
 
 
 def scaled(budget: SparseBudget, tokens: int) -> SparseBudget:

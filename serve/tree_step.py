@@ -3,7 +3,6 @@
 Legend: B requests, T places of a tree, D1 nodes of the deepest path.
 """
 
-import logging
 from dataclasses import replace
 from functools import partial
 
@@ -28,8 +27,6 @@ from longdraft.serve.tree_shape import TreeShape
 from longdraft.serve.tree_verify import VerifiedTree, keep_paths, verify_tree
 from longdraft.serve.verify import Verified, verify
 
-logger = logging.getLogger(__name__)
-
 
 class TreeStep(DecodeStep):
     """As :class:`DecodeStep`, with trees in place of chains; a step in which no request drafts is one of plain decoding."""
@@ -45,16 +42,25 @@ class TreeStep(DecodeStep):
                 counters.shapes[shape.name] += counters.mode != "off"
         params = RowParams.build(batch.reqs, [1] * len(limits), batch.seq_lens.device)
         with self.clock.phase("draft"):
-            tree = self._grow(batch, shape, limits, params)
+            tree = self._agreed_tree(self._grow(batch, shape, limits, params))
         if tree is None:
             return super()._run(batch)
         try:
             seen = self.verified(batch, tree, shape, params)
         except Exception:
-            logger.exception("longdraft: a verification of trees failed, its requests go on without drafts")
+            self.ranks.failed("longdraft: a verification of trees failed, its requests go on without drafts")
             return super()._run(batch)
+        seen = replace(seen, choice_BT=self.ranks.first("choices", seen.choice_BT)[0])
         with self.clock.phase("keep"):
             return self._keep_trees(batch, tree, seen, shape, limits)
+
+    def _agreed_tree(self, tree: Tree | None) -> Tree | None:
+        """Rank 0's trees."""
+        if tree is None or self.ranks.size == 1:
+            return tree
+        given = tree.token_BT, tree.parent_BT, tree.depth_BT, tree.bits_BTW
+        token_BT, parent_BT, depth_BT, bits_BTW = self.ranks.first("trees", *given)
+        return Tree(token_BT, parent_BT, depth_BT, bits_BTW, tree.depth)
 
     def _propose(self, batch: ScheduleBatch) -> list[list[int]]:
         """No chains: where there is no tree, requests decode plainly."""
@@ -77,7 +83,7 @@ class TreeStep(DecodeStep):
         try:
             return self.grown(batch, shape, limits, params)
         except Exception:
-            logger.exception("longdraft: the drafter failed, its requests go on without drafts for this step")
+            self.ranks.failed("longdraft: the drafter failed, its requests go on without drafts for this step")
             self.drafter.clear()
             for req, limit in zip(batch.reqs, limits, strict=True):
                 if limit:

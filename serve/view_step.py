@@ -11,7 +11,6 @@ tokens stay as they are, unless a refresh is asked for. Nothing waits for the de
 Legend: B requests, K drafted tokens, T tokens of a verification, N tokens of a run, V vocabulary.
 """
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +23,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from longdraft.kernels.transfer import to_device
 from longdraft.serve import stats
-from longdraft.serve.device_step import Drafts
+from longdraft.serve.device_step import Drafts, Gained
 from longdraft.serve.device_verify import verify_running
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.roster import Roster
@@ -38,10 +37,9 @@ from longdraft.serve.views.chooser import ViewChooser
 from longdraft.serve.views.cycle import Last, Ready, Returned
 from longdraft.serve.views.cycle_plan import REPAIRED, CyclePlan, CyclePlanner, Ledger
 
-logger = logging.getLogger(__name__)
-
 # Of a batch: who is verified fully, on the device, what its rounds gave, and its last verification.
 Verification = Callable[[ScheduleBatch, Roster, Running, CyclePlan], tuple[torch.Tensor, Ready, Last]]
+Timed = tuple[int, list[int]]  # rounds of a cycle, and the lengths of its requests
 UNUSED = 8  # times as rarely a view is chosen that no partial round reads
 
 
@@ -55,6 +53,7 @@ class ViewStep(ViewVerify):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.ended: tuple[float, list[Any]] | None = None  # when the latest cycle was processed, and whose it was
+        self.took: tuple[float, int, list[int]] | None = None  # of several ranks: a cycle's time, rounds and lengths
         self.drafted = False  # whether the latest drafts are the drafter's
 
     def prefilled(self, batch: ScheduleBatch) -> None:
@@ -73,7 +72,7 @@ class ViewStep(ViewVerify):
             table = batch.req_to_token_pool.req_to_token
             self.views.choose(row_B, self.chooser.choose(queries, row_B, table, length_B, max(lengths)))
         except Exception:
-            logger.exception(
+            self.ranks.failed(
                 "longdraft: no view could be chosen behind a prefill, its requests read sinks and the newest tokens"
             )
 
@@ -139,9 +138,11 @@ class ViewStep(ViewVerify):
         return [kept or (done and b in members) for b, kept in enumerate(exact)]
 
     def _learn(self, reqs: list[Any], more: Any, gained: list[int]) -> None:
-        (plan, lengths), facts_4B = more
+        (plan, lengths, timed), facts_FB = more
+        proposed, confirmed, doubtful, first, *micros = facts_FB.tolist()
+        if timed is not None:
+            self.planner.choice.timed(1e-3 * micros[0][0], *timed)
         self._time(reqs, plan, lengths)
-        proposed, confirmed, doubtful, first = facts_4B.tolist()
         for tokens in first:
             self.planner.choice.gained(tokens)
         for b, req in enumerate(reqs):
@@ -172,7 +173,7 @@ class ViewStep(ViewVerify):
         try:
             done = self._returned_by(batch, roster, running, plan, lengths, self._cycle)
         except Exception:
-            logger.exception("longdraft: a cycle failed, its requests are verified without what was proposed")
+            self.ranks.failed("longdraft: a cycle failed, its requests are verified without what was proposed")
             done = None
         if done is None:  # and the exception is gone, and with it the tensors that its frames hold
             self._unlaunch()
@@ -206,12 +207,13 @@ class ViewStep(ViewVerify):
         chains_B = gained.count_B * (ready.drafts.limit_B == self.chain - 1)
         first_B = ready.first_B if plan.rounds else torch.where(full_B, ready.first_B, chains_B)
         facts_4B = torch.stack([ready.gained_B, confirmed_B, doubtful_B, first_B])
+        gained, facts_FB, timed = self._told(gained, facts_4B)
         with self.clock.phase("keep"):
             row_B, exact_B = running.row_B, running.length_B + gained.count_B
             self.views.remember(row_B, running.length_B + 1, gained.id_BN)
             kept_B, last_B = torch.where(full_B, exact_B, self.views.exact_R[row_B]), last.lead_B + gained.count_B - 1
             result = self._returned(batch, running, gained, last.seen)
-            self._launch(roster, last.limit_B - last.lead_B, ((plan, lengths), facts_4B))
+            self._launch(roster, last.limit_B - last.lead_B, ((plan, lengths, timed), facts_FB))
             self.views.exact_R[row_B] = kept_B
         return Returned(result, last.id_BK.shape[1] + 1, last_B, exact_B)
 
@@ -254,8 +256,29 @@ class ViewStep(ViewVerify):
         """From the end of one cycle to that of the next of the same requests; what else ran in between makes an outlier."""
         now, before = time.perf_counter(), self.ended
         self.ended = now, reqs
-        if before is not None and before[1] is reqs and all(plan.full):
-            self.planner.choice.timed(1e3 * (now - before[0]), plan.rounds, lengths)
+        if before is None or before[1] is not reqs or not all(plan.full):
+            return
+        took = 1e3 * (now - before[0]), plan.rounds, lengths
+        if self.ranks.size == 1:
+            self.planner.choice.timed(*took)
+        else:
+            self.took = took
+
+    def _told(self, gained: Gained, facts_4B: torch.Tensor) -> tuple[Gained, torch.Tensor, Timed | None]:
+        """Rank 0's outcome of a cycle, behind which its latest time goes along as one more fact: all ranks plan by its clock, and learn
+        of it when they process this cycle.
+
+        Returns:
+            The outcome, the facts, and the rounds and lengths of the cycle whose microseconds are the last of them, if one was timed.
+        """
+        if self.ranks.size == 1:
+            return gained, facts_4B, None
+        took, self.took = self.took, None
+        micros_B = torch.full_like(gained.count_B, 0 if took is None else round(1e3 * took[0]))
+        told = self.ranks.first("tokens", gained.id_BN, gained.count_B, facts_4B, apart=[micros_B])
+        id_BN, count_B, facts_4B, micros_B = told
+        facts_5B = torch.cat([facts_4B, micros_B[None]])
+        return replace(gained, id_BN=id_BN, count_B=count_B), facts_5B, None if took is None else took[1:]
 
     def _rounds(
         self,
@@ -278,7 +301,7 @@ class ViewStep(ViewVerify):
                     whole_B = roster.end_B - 2 - running.length_B >= self.chain
                     first_B, at_first = more_B * whole_B, False
             except Exception:
-                logger.exception("longdraft: a partial round failed, what there is of its cycle is verified")
+                self.ranks.failed("longdraft: a partial round failed, what there is of its cycle is verified")
                 break
             gained_B = gained_B + more_B
         with self.clock.phase("draft"):
@@ -313,10 +336,11 @@ class ViewStep(ViewVerify):
             if everything_B is None
             else self.views.pages(at, everything_B, self.columns, self.chain)
         )
-        given = drafts.id_BK, limit_B, roster.params, self.observer
+        at, id_BK, limit_B, read = self._told_reads(at, drafts.id_BK, limit_B, view)
+        given = id_BK, limit_B, roster.params, self.observer
         clock = Renamed(self.clock, "verify", "partial")
-        seen = verify_running(self.target_worker, batch, roster.reqs, at, *given, in_graph, clock, view)
-        run_BT, kept_B = self._kept_run(Drafts(drafts.id_BK, limit_B), seen)
+        seen = verify_running(self.target_worker, batch, roster.reqs, at, *given, in_graph, clock, read)
+        run_BT, kept_B = self._kept_run(Drafts(id_BK, limit_B), seen)
         more_B = torch.minimum(kept_B + 1, room_B)
         if self.sparse is not None:
             self.sparse.verified(at.row_B, self.chain, (more_B - 1).clamp_min(0))
@@ -363,4 +387,4 @@ class ViewStep(ViewVerify):
             where_B = None if all(due) else to_device(due, torch.bool, running.row_B.device)
             self.views.choose(running.row_B, chosen, where_B)
         except Exception:
-            logger.exception("longdraft: no view could be chosen, its requests keep theirs")
+            self.ranks.failed("longdraft: no view could be chosen, its requests keep theirs")

@@ -3,7 +3,6 @@
 Legend: B requests, K drafted tokens, T tokens of a verification, N tokens of a run, V vocabulary.
 """
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +21,6 @@ from longdraft.serve.verify import Verified
 from longdraft.serve.views.cycle import Last, Ready
 from longdraft.serve.views.cycle_plan import CyclePlan
 from longdraft.serve.views.missed_mass import MissedMass
-
-logger = logging.getLogger(__name__)
 
 
 class ViewVerify(RecomputeStep):
@@ -66,6 +63,17 @@ class ViewVerify(RecomputeStep):
             return self.views.pages(base, all_B, self.columns, width)
         return self.views.layer_pages(base, self.view_width, width)
 
+    def _told_reads(
+        self, running: Running, id_BK: torch.Tensor, limit_B: torch.Tensor, view: View | None
+    ) -> tuple[Running, torch.Tensor, torch.Tensor, View | None]:
+        """What a verification in a cycle reads, as rank 0 has it: newest tokens and lengths, drafts, and the page list of a view."""
+        if self.ranks.size == 1:
+            return running, id_BK, limit_B, view
+        given = running.newest_B, running.length_B, id_BK, limit_B, *(view or ())
+        newest_B, length_B, id_BK, limit_B, *pages = self.ranks.first("views and drafts", *given)
+        view = (pages[0], pages[1]) if pages else None
+        return replace(running, newest_B=newest_B, length_B=length_B), id_BK, limit_B, view
+
     def _verify_last(
         self, batch: ScheduleBatch, roster: Roster, running: Running, ready: Ready, width: int, view: View | None
     ) -> Last:
@@ -79,6 +87,7 @@ class ViewVerify(RecomputeStep):
         limit_B = torch.minimum(ready.lead_B + ready.gained_B + drafts.limit_B, end_B.clamp(0, width - 1))
         limit_B = torch.maximum(limit_B, ready.lead_B)  # one that has ended, which the host does not know yet
         base = replace(running, length_B=start_B, newest_B=first_B)
+        base, id_BK, limit_B, view = self._told_reads(base, id_BK, limit_B, view)
         columns = None if view is None else view[0].shape[-1] - self.chain
         columns = columns if columns in (self.view_width, self.set_width) else None
         in_graph = self._graph_width(len(roster.reqs), width, columns) is not None
@@ -157,5 +166,5 @@ class ViewVerify(RecomputeStep):
             over_B = self.missed.over(last.view, base, last.id_BK.shape[1] + 1, place_B, end_B, longest).long()
             return torch.where(roster.sparse_B, missed_B, over_B)
         except Exception:
-            logger.exception("longdraft: what views miss could not be measured, their requests go on as they are")
+            self.ranks.failed("longdraft: what views miss could not be measured, their requests go on as they are")
             return missed_B

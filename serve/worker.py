@@ -20,6 +20,7 @@ from longdraft.serve.make_step import make_step
 from longdraft.serve.measure_costs import measured_costs
 from longdraft.serve.metrics import make_metrics
 from longdraft.serve.observer import Observer
+from longdraft.serve.ranks import RanksDiffer, server_ranks
 from longdraft.serve.settings import read_environment
 from longdraft.serve.shape_costs import CostTable
 from longdraft.serve.simulate import simulated
@@ -46,6 +47,7 @@ class LongDraftWorker(BaseSpecWorker):
 
     def __init__(self, server_args: Any, target_worker: Any, **_ranks: Any) -> None:
         settings = read_environment()
+        self.ranks = server_ranks(settings.check_ranks)
         self._target_worker = target_worker
         self.runner = target_worker.model_runner
         check_layers(self.runner.model)
@@ -53,13 +55,13 @@ class LongDraftWorker(BaseSpecWorker):
         self.scales = cache_scales(self.runner.model, kept, backends)
         self.prefix_backend = verify_backend(settings.attention, kept, backends[1], server_args.device)
         # The draft's memory is taken here, before SGLang sizes its cache pool.
-        self.weights = TargetWeights(self.runner.model, self.runner.dtype)
-        self.drafter = build_drafter(server_args, settings, self.runner, self.weights)
+        self.weights = TargetWeights(self.runner.model, self.runner.dtype, self.ranks)
+        self.drafter = build_drafter(server_args, settings, self.runner, self.weights, self.ranks)
         if settings.sets:
             recipe = settings.recipe()
             layers = self.drafter.look_ahead(None if recipe is None else recipe.draft)
             logger.info("longdraft: %d layers of the draft look ahead", layers)
-        self.observer = Observer(self.drafter)
+        self.observer = Observer(self.drafter, self.ranks)
         self.observer.ask(self.runner.model)
         self._reserve()
         stride = server_args.speculative_num_draft_tokens
@@ -67,16 +69,17 @@ class LongDraftWorker(BaseSpecWorker):
         self.most, self.costs = server_args.max_running_requests, settings.tree_costs
         self.settings = settings
         self.step = make_step(
-            *(self.shapes, target_worker, self.drafter, self.observer, settings, stride), viewed=settings.viewed
+            *(self.shapes, target_worker, self.drafter, self.observer, settings, stride, self.ranks),
+            viewed=settings.viewed,
         )
-        self.metrics = make_metrics(server_args, token_bytes(self.runner))
+        self.metrics = None if self.ranks.rank else make_metrics(server_args, token_bytes(self.runner))
         if simulated(settings.simulate_accept_length):
             logger.warning("longdraft: acceptance is simulated, the text is wrong: for benchmarks only")
 
     def _reserve(self) -> None:
         """What the drafter keeps beside the cache, in layers of the cache: so SGLang leaves room for it."""
         config = self.runner.model_config
-        layer = 2 * config.get_num_kv_heads(1) * config.head_dim * self.runner.kv_cache_dtype.itemsize
+        layer = 2 * config.get_num_kv_heads(self.ranks.size) * config.head_dim * self.runner.kv_cache_dtype.itemsize
         self.runner.eagle_draft_num_layers = layers = -(-self.drafter.bytes_per_slot // layer)
         if layers:
             logger.info(
@@ -137,17 +140,17 @@ class LongDraftWorker(BaseSpecWorker):
             self._price(self.step)
 
     def _price(self, step: TreeStep) -> None:
-        """What each shape costs, given or measured; where it cannot be measured, the last shape is drafted."""
+        """What each shape costs, given or measured (by rank 0's clock); where it cannot be measured, the last shape is drafted."""
         try:
             with torch.no_grad():
-                step.choice.costs = (
+                step.choice.costs = self.ranks.word(
                     CostTable.load(self.costs, list(step.choice.shapes))
                     if self.costs is not None
                     else measured_costs(step, self.runner, self.most)
                 )
             logger.info("longdraft: costs of a round by shape: %s", step.choice.costs.dump())
         except Exception:
-            logger.exception("longdraft: the shapes' costs could not be measured, nothing is chosen")
+            self.ranks.failed("longdraft: the shapes' costs could not be measured, nothing is chosen")
 
     def clear_cache_pool(self) -> None:
         self._start_anew()
@@ -188,7 +191,10 @@ class LongDraftWorker(BaseSpecWorker):
     def forward_batch_generation(self, batch: ScheduleBatch, on_publish: Any = None) -> GenerationBatchResult:
         if batch.return_logprob:
             self._mend_logprobs(batch)
-        result = self._prefill(batch) if batch.forward_mode.is_extend() else self._decode(batch)
+        try:
+            result = self._prefill(batch) if batch.forward_mode.is_extend() else self._decode(batch)
+        except RanksDiffer as error:  # SGLang ends the server for an Exception alone
+            raise RuntimeError(str(error)) from error
         if on_publish is not None:
             on_publish(result.new_seq_lens)
         return result
@@ -230,6 +236,7 @@ class LongDraftWorker(BaseSpecWorker):
                 self.step.mode_of(req)  # a request that ends here still reports its counters
             position_B = batch.seq_lens.to(torch.int64) - 1
             choice_B, logits_BV = self.step.first_choice(output.next_token_logits, reqs, position_B)
+            [choice_B] = self.ranks.first("first tokens", choice_B)
             result.next_token_ids = choice_B
             self.step.remember(batch, choice_B)
             self.step.prefilled(batch)

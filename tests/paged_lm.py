@@ -26,6 +26,7 @@ class PagedLM:
         self.layers = [RadixAttention(i, model.config) for i in range(model.config.num_hidden_layers)]
         self.vocab, self.dtype, self.device = model.config.vocab_size, torch.float32, torch.device(device)
         self.bytes_per_slot, self.bytes_per_step = 1, 1
+        self.rank, self.ranks = 0, 1
         self.scales: dict[int, tuple[float, float]] = {}
         self.tap, self.forwards, self.table = ChainTap(), 0, TABLE.to(device)
 

@@ -11,6 +11,7 @@ import torch
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.kernels.prefix_attention import prefix_output
+from longdraft.serve.ranks import ALONE, Ranks
 
 
 class Cache(NamedTuple):
@@ -46,6 +47,7 @@ def newest_rows(
     pages_BW: torch.Tensor,
     lens_B: torch.Tensor,
     position_B: torch.Tensor,
+    ranks: Ranks = ALONE,
 ) -> torch.Tensor | None:
     """Features ``[B, F]`` of the newest cached token of each request, zeros where there is none; None as the draft's ``read_newest``.
 
@@ -54,18 +56,24 @@ def newest_rows(
         layers: as in :func:`read_layers`.
         pages_BW, lens_B: slots that the draft sees, the newest last, int32.
         position_B: of the token behind it.
+        ranks: that have the key heads together; where they are more than key heads, several have the same one.
     """
     if draft.newest is None:
         return None
     slot_B = pages_BW.gather(1, (lens_B - 1).clamp_min(0).long()[:, None]).squeeze(1).long()
     dtype = draft.newest.proj.weight.dtype
     keys, values = (
-        torch.cat([_rows(x, slot_B).to(dtype) * scale for x, scale in read], 1)
+        torch.cat([_every_head(_rows(x, slot_B).to(dtype) * scale, draft, ranks) for x, scale in read], 1)
         for read in zip(*(((c.k_SKD, c.scales[0]), (c.v_SKD, c.scales[1])) for c in layers), strict=True)
     )
     newest_BF = draft.read_newest(keys, values, position_B - 1)
     assert newest_BF is not None
     return newest_BF.where(lens_B[:, None] > 0, 0)
+
+
+def _every_head(row_BKD: torch.Tensor, draft: LongSpecDraft, ranks: Ranks) -> torch.Tensor:
+    """Rows of one layer with the key heads of all ranks."""
+    return ranks.joined(row_BKD, 1)[:, :: max(1, ranks.size // draft.config.target.num_kv_heads)]
 
 
 def _rows(cache_SKD: torch.Tensor, slot_B: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ from longdraft.serve.drafters.looked import LookedFor, heads_that_look, wanted_h
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.drafters.trees import Eagle3Rows, TreeLoop
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
+from longdraft.serve.ranks import ALONE, Ranks
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.target_weights import TargetWeights
 from longdraft.serve.tree_shape import TreeShape
@@ -51,8 +52,16 @@ class Eagle3Drafter(Drafter):
     on_device = True
 
     def __init__(
-        self, draft: Eagle3Draft, max_requests: int, steps: int, context: int, sinks: int, attention: str | None
+        self,
+        draft: Eagle3Draft,
+        max_requests: int,
+        steps: int,
+        context: int,
+        sinks: int,
+        attention: str | None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         config, own = draft.config, draft.config.settings
         self.draft, self.max_requests, self.steps = draft, max_requests, steps
         self.attention = attention
@@ -140,7 +149,8 @@ class Eagle3Drafter(Drafter):
             )
         found = wanted_heads(wanted, *heads_that_look(config))
         if found:
-            self.heads = found[0][1]
+            # Every rank has all of its rows, so each scores with some of the heads, and the scores are added up.
+            self.heads = found[0][1][self.ranks.rank :: self.ranks.size]
             self.looked = LookedFor(
                 self.max_requests, self.steps, config.num_heads, config.head_dim, self.draft.dtype, weight.device
             )

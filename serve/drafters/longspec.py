@@ -11,6 +11,7 @@ import torch
 from longdraft.draft_models.chain import propose_chain
 from longdraft.draft_models.fused_step import FusedStep
 from longdraft.draft_models.longspec import LongSpecDraft
+from longdraft.draft_models.shares import Share
 from longdraft.draft_models.sparse_recipe import LayerHeads
 from longdraft.draft_models.tree_steps import LongSpecTreeStep
 from longdraft.draft_models.window_state import WindowState
@@ -22,10 +23,12 @@ from longdraft.serve.cache_format import UNSCALED, Scales
 from longdraft.serve.drafters.base import Drafter, DraftRequest, Lookahead, Pick
 from longdraft.serve.drafters.cross_attention import Cache, newest_rows, read_layers
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
-from longdraft.serve.drafters.looked import LookedFor, heads_that_look, wanted_heads
+from longdraft.serve.drafters.lend import lend
+from longdraft.serve.drafters.looked import LookedFor, heads_that_look, own_heads, wanted_heads
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.drafters.trees import TreeLoop, longspec_step
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
+from longdraft.serve.ranks import ALONE, Ranks
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.target_weights import TargetWeights
 from longdraft.serve.tokens import Tokens
@@ -52,6 +55,8 @@ class LongSpecDrafter(Drafter):
         sinks: int,
         attention: str | None,
         ahead: int = 0,
+        ranks: Ranks = ALONE,
+        share: Share | None = None,
     ) -> None:
         """Take the draft.
 
@@ -63,7 +68,10 @@ class LongSpecDrafter(Drafter):
             sinks: leading tokens among them.
             attention: backend.
             ahead: tokens that may be drafted behind the last one that is certain, beside the chain.
+            ranks: that serve together.
+            share: this one's of the draft, which has been divided, where they are several.
         """
+        self.ranks, self.share = ranks, share
         self.draft, self.steps, self.max_requests = draft, steps, max_requests
         self.context, self.sinks = context, min(sinks, context)
         self.attention = attention
@@ -104,7 +112,7 @@ class LongSpecDrafter(Drafter):
         )
 
     def bind_target(self, weights: TargetWeights) -> None:
-        self.draft.bind(weights.embedding_VE, weights.head_VE)
+        lend(self.draft, weights, self.share)
         self.runner.forget()
         self.trees.runner.forget()
 
@@ -151,17 +159,24 @@ class LongSpecDrafter(Drafter):
 
     def look_ahead(self, wanted: Sequence[LayerHeads] | None) -> int:
         config, weight = self.draft.config, self.draft.self_attn.q_proj.weight
-        self.looking = wanted_heads(wanted, *heads_that_look(config))
-        given = self.max_requests, self.steps, config.cross_heads, config.target.head_dim
+        found = wanted_heads(wanted, *heads_that_look(config))
+        self.looking = [(layer, own_heads(heads, self._own_heads())) for layer, heads in found]
+        given = self.max_requests, self.steps, self.draft.cross_attn.query_heads, config.target.head_dim
         self.looked = LookedFor(*given, weight.dtype, weight.device) if self.looking else None
         return len(self.looking)
+
+    def _own_heads(self) -> range:
+        """This rank's query heads of a layer that the draft reads."""
+        t, group = self.draft.config.target, self.draft.config.cross_group
+        every = range(t.num_kv_heads * group)
+        return every if self.share is None else self.share.heads(len(every), t.num_kv_heads)[0]
 
     def lookahead(self, running: Running) -> list[Lookahead]:
         """Cross-attention's queries over the target's own cache."""
         if self.looked is None:
             return []
         found, order = [], self.draft.config.cross_layers
-        each = self.draft.config.cross_heads // len(order)
+        each = self.draft.cross_attn.query_heads // len(order)
         for layer, heads in self.looking:
             at, cache = order.index(layer), self.layers[order.index(layer)]
             q_NHD = self.looked.queries(len(running.row_B), slice(at * each, (at + 1) * each))
@@ -199,7 +214,8 @@ class LongSpecDrafter(Drafter):
 
     def _tree_step(self, size: int, shape: TreeShape) -> LongSpecTreeStep:
         assert self.layers, "bind_cache() first"
-        return longspec_step(self.state, self.inputs, size, self.layers, shape.runs, self.attention, self.fused)
+        given = self.state, self.inputs, size, self.layers, shape.runs, self.attention, self.fused
+        return longspec_step(*given, self.ranks)
 
     def _loop(self, size: int, variant: Any) -> None:
         """All steps of ``size`` chains, from and to :attr:`inputs`."""
@@ -232,7 +248,7 @@ class LongSpecDrafter(Drafter):
             cross_attend,
             choose,
             self.draft.logits if ranked is None else self.draft.draft_logits,
-            newest_rows(self.draft, self.layers, given.pages_BW[:size], given.lens_B[:size], position_B),
+            newest_rows(self.draft, self.layers, given.pages_BW[:size], given.lens_B[:size], position_B, self.ranks),
             self.fused,
             self.ring_attention,
             keep_last=True,

@@ -43,6 +43,11 @@ def heads_that_look(config: AnyConfig) -> tuple[str, dict[int, int]]:
     return "the EAGLE-3 draft", {0: config.num_heads} if config.settings.window is None else {}
 
 
+def own_heads(heads: Sequence[int], own: range) -> tuple[int, ...]:
+    """Of some query heads those that a rank has, as it numbers them."""
+    return tuple(head - own.start for head in heads if head in own)
+
+
 def wanted_heads(
     wanted: Sequence[LayerHeads] | None, what: str, have: Mapping[int, int]
 ) -> list[tuple[int, tuple[int, ...]]]:

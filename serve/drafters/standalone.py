@@ -25,7 +25,7 @@ from longdraft.serve.draft_lm import DraftLM
 from longdraft.serve.drafters.base import Drafter, DraftRequest, Lookahead, Pick
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
 from longdraft.serve.drafters.latest_tokens import LatestTokens
-from longdraft.serve.drafters.looked import wanted_heads
+from longdraft.serve.drafters.looked import own_heads, wanted_heads
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
 from longdraft.serve.tokens import Tokens
@@ -95,13 +95,15 @@ class StandaloneDrafter(Drafter):
 
     def look_ahead(self, wanted: Sequence[LayerHeads] | None) -> int:
         """Without a calibration one layer looks ahead, two thirds up: all of them would cost as much as they are many."""
-        have = {layer.layer_id: layer for layer in self.model.layers}
+        have, rank = {layer.layer_id: layer for layer in self.model.layers}, self.model.rank
         if wanted is None:
             default = self.model.layers[len(have) * 2 // 3]
             self.wanted = [(default, tuple(range(default.tp_q_head_num)))]
         else:
-            heads = {number: layer.tp_q_head_num for number, layer in have.items()}
-            self.wanted = [(have[layer], own) for layer, own in wanted_heads(wanted, "the draft", heads)]
+            heads = {number: layer.tp_q_head_num * self.model.ranks for number, layer in have.items()}
+            for number, chosen in wanted_heads(wanted, "the draft", heads):
+                layer, each = have[number], have[number].tp_q_head_num
+                self.wanted.append((layer, own_heads(chosen, range(rank * each, (rank + 1) * each))))
         for layer, _ in self.wanted:
             shape = self.max_requests, self.steps, layer.tp_q_head_num, layer.head_dim
             self.model.tap.keep(layer.layer_id, shape, self.model.dtype, self.model.device)

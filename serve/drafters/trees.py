@@ -25,6 +25,7 @@ from longdraft.serve.drafters.cross_attention import Cache, newest_rows, read_la
 from longdraft.serve.drafters.inputs import GREEDY, LoopInputs
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
+from longdraft.serve.ranks import ALONE, Ranks
 from longdraft.serve.sampling.rows import RowParams
 from longdraft.serve.tree_shape import TreeShape
 
@@ -139,6 +140,7 @@ def longspec_step(
     runs: int,
     attention: str | None,
     fused: FusedStep | None = None,
+    ranks: Ranks = ALONE,
 ) -> LongSpecTreeStep:
     """A LongSpec draft over rings and over what it reads of the target's cache.
 
@@ -150,6 +152,7 @@ def longspec_step(
         runs: nodes that the draft runs on.
         attention: backend.
         fused: the draft's step for serving; None runs the module.
+        ranks: that serve together.
     """
     row_B, _, position_B = inputs.ids_3B[:, :size]
     pages_BW, lens_B = inputs.pages_BW[:size], inputs.lens_B[:size]
@@ -158,7 +161,7 @@ def longspec_step(
         plan = rows_plan(size, q_BMHD.shape[1], q_BMHD.device, pages_BW, lens_B)
         return read_layers(q_BMHD.flatten(0, 1), layers, plan, attention).view_as(q_BMHD)
 
-    newest_BF = newest_rows(state.draft, layers, pages_BW, lens_B, position_B)
+    newest_BF = newest_rows(state.draft, layers, pages_BW, lens_B, position_B, ranks)
     return LongSpecTreeStep(state, row_B, position_B, cross_attend, runs, attention, newest_BF, fused)
 
 

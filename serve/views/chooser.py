@@ -10,6 +10,7 @@ import torch
 
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.serve.cache_format import UNSCALED, Scales
+from longdraft.serve.ranks import ALONE, Ranks
 from longdraft.serve.views.budget import Budget
 from longdraft.serve.views.choose import Chosen, choose_columns
 from longdraft.serve.views.query_tap import QueryTap
@@ -28,6 +29,7 @@ class ViewChooser:
         scale: float,
         scales: Mapping[int, Scales],
         by_layer: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Take what is read.
 
@@ -39,8 +41,9 @@ class ViewChooser:
             scale: of the target's attention scores.
             scales: of the layers whose cache has any.
             by_layer: whether every layer has a list of its own; the tap keeps the queries of all layers then.
+            ranks: that have the heads together, whose scores are added up.
         """
-        self.by_layer = by_layer
+        self.by_layer, self.ranks = by_layer, ranks
         self.selector, self.budget, self.tap, self.scale = selector, budget, tap, scale
         self.keys = [pool.get_key_buffer(layer) for layer in tap.layers]
         self.key_scales = [scales.get(layer, UNSCALED)[0] for layer in tap.layers]
@@ -66,9 +69,14 @@ class ViewChooser:
         blocks = -(-plan.pages_BW.shape[1] // self.budget.block)
         if not self.by_layer:
             score_BN = self.selector.score(queries, self.keys, plan, self.scale, blocks, self.key_scales)
-            return choose_columns(score_BN, length_B, self.budget)
-        score_XN = torch.cat(self.selector.score_layers(queries, self.keys, plan, self.scale, blocks, self.key_scales))
+            return choose_columns(self._total(score_BN), length_B, self.budget)
+        scores = self.selector.score_layers(queries, self.keys, plan, self.scale, blocks, self.key_scales)
+        score_XN = self._total(torch.cat(scores))
         return choose_columns(score_XN, length_B.repeat(len(self.keys)), self.budget)
+
+    def _total(self, score_BN: torch.Tensor) -> torch.Tensor:
+        """Scores of all heads; of a mean over heads a multiple, which chooses the same."""
+        return self.ranks.total(score_BN) if self.selector.rows else score_BN
 
     def plan(
         self, row_B: torch.Tensor, table_RW: torch.Tensor, length_B: torch.Tensor, longest: int, rows: int

@@ -68,4 +68,4 @@ class MissedMass:
             lse_BHN = block_lse(queries[at], self.chooser.keys[at], plan, scale, block, blocks)
             seen_BN = self.views.blocks(running, at if layered else self.views.lists - 1, columns, block, blocks)
             missed_B += mass_sum(lse_BHN, len(end_B)).masked_fill(seen_BN, 0.0).sum(1) / lse_BHN.shape[1]
-        return missed_B / len(self.at)
+        return self.chooser.ranks.total(missed_B) / (len(self.at) * self.chooser.ranks.size)

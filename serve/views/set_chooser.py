@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from longdraft.kernels.block_lse import work_dtype
 from longdraft.kernels.head_mass import head_mass
 from longdraft.kernels.plan import AttentionPlan
 from longdraft.serve.drafters.base import Lookahead
 from longdraft.serve.drafters.running import Running
 from longdraft.serve.graph_runner import CudaGraphRunner, make_runner
+from longdraft.serve.ranks import ALONE, Ranks
 from longdraft.serve.views.query_tap import QueryTap
 from longdraft.serve.views.token_set import SparseBudget, choose_tokens
 from longdraft.serve.views.view_state import ViewState
@@ -36,12 +38,20 @@ class Group:
 
 @dataclass(frozen=True)
 class History:
-    """The target's layer whose queries are the history: its keys, its heads that count, and the factors of its scores."""
+    """The target's layer whose queries are the history: its keys, its heads that count, and the factors of its scores.
+
+    Of several ranks ``heads`` are this one's, which may be none; ``count`` is how many all have.
+    """
 
     k_SKD: torch.Tensor
     heads: tuple[int, ...]
     scale: float
     kv_scale: float = 1.0
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.count:
+            object.__setattr__(self, "count", len(self.heads))
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class SetChooser:
         table_RW: torch.Tensor,
         lookahead: Callable[[Running], list[Lookahead]],
         measures: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Take what is read and written.
 
@@ -74,7 +85,9 @@ class SetChooser:
             table_RW: SGLang's page table.
             lookahead: of the drafter, over static buffers.
             measures: whether it is measured what sets lack.
+            ranks: that have the heads together, whose scores are added up.
         """
+        self.ranks = ranks
         self.history, self.tap, self.views, self.table_RW = history, tap, views, table_RW
         self.lookahead, self.measures = lookahead, measures
         [buffer] = tap.buffers.values()
@@ -158,15 +171,26 @@ class SetChooser:
         """History and lookahead of every column (Eq. 5)."""
         past, table_RW = self.history, running.table_RW
         plan = _plan(table_RW, running, 1, 0, longest)
-        given = plan, past.scale, past.heads
-        target_BN = head_mass(self.query_RHD[running.row_B], past.k_SKD, *given, kv_scale=past.kv_scale)
+        q_BHD = self.query_RHD[running.row_B]
+        if past.heads:
+            given = plan, past.scale, past.heads
+            target_BN = head_mass(q_BHD, past.k_SKD, *given, kv_scale=past.kv_scale)
+        else:  # other ranks have them all
+            target_BN = torch.zeros(len(plan), plan.pages_BW.shape[1], dtype=work_dtype(q_BHD), device=q_BHD.device)
         draft_BN = torch.zeros_like(target_BN) if looks else None
         for look in looks:
             assert draft_BN is not None
-            rows, heads = len(look.q_NHD) // len(plan), look.heads or range(look.q_NHD.shape[1])
+            rows, heads = len(look.q_NHD) // len(plan), range(look.q_NHD.shape[1]) if look.heads is None else look.heads
+            if not heads:
+                continue
             own = _plan(table_RW if look.table_RW is None else look.table_RW, running, rows, look.first, longest)
             out_BN = draft_BN[:, look.first :]
             head_mass(look.q_NHD, look.k_SKD, own, look.scale, heads, out=out_BN, kv_scale=look.kv_scale)
+        if self.ranks.size == 1:
+            return target_BN, draft_BN
+        if draft_BN is None:
+            return self.ranks.total(target_BN), None
+        target_BN, draft_BN = self.ranks.total(torch.stack([target_BN, draft_BN]))
         return target_BN, draft_BN
 
     def _missed(self, running: Running, target_BN: torch.Tensor) -> torch.Tensor:
@@ -177,7 +201,7 @@ class SetChooser:
         chosen_BV = target_BN.gather(1, column_BV.long().clamp_max(columns - 1)).masked_fill(~there_BV, 0.0)
         later_BN = torch.arange(columns, device=row_B.device) >= start_B[:, None]
         seen_B = chosen_BV.sum(1) + target_BN.masked_fill(~later_BN, 0.0).sum(1)
-        return 1.0 - seen_B / len(self.history.heads)
+        return 1.0 - seen_B / self.history.count
 
 
 def _plan(table_RW: torch.Tensor, running: Running, rows: int, first: int, longest: int) -> AttentionPlan:

@@ -35,7 +35,7 @@ def arguments(tokenizer: Path | str, context: int = 4096, **changes: Any) -> Sim
         "json_model_override_args": "{}", "is_embedding": False, "enable_multimodal": None, "dtype": "float32",
         "model_impl": "auto", "sampling_defaults": "model", "quantize_and_serve": False, "enable_multi_layer_eagle": False,
         "language_only": False, "encoder_only": False, "disable_hybrid_swa_memory": False, "model_config_parser": "auto",
-        "load_format": "auto", "speculative_draft_load_format": None,
+        "load_format": "auto", "speculative_draft_load_format": None, "tp_size": 1,
         "get_model_config": lambda: SimpleNamespace(context_len=context),
     }  # fmt: skip
     return SimpleNamespace(**fields | changes)
@@ -141,6 +141,11 @@ def test_layers_and_heads_of_a_recipe_must_be_there(draft: Path, tmp_path: Path)
             check_draft_lm(arguments(draft), ServeSettings(**own, sparse_recipe=str(recipe)), str(draft))
         else:
             assert said in refused(draft, arguments(draft), **own, sparse_recipe=str(recipe))
+
+
+def test_heads_that_do_not_divide_among_the_ranks_are_refused(draft: Path) -> None:
+    check_draft_lm(arguments(draft, tp_size=2), ServeSettings(), str(draft))
+    assert "--tp-size 3 does not fit the draft, which has 4 query heads" in refused(draft, arguments(draft, tp_size=3))
 
 
 def test_a_context_that_the_draft_does_not_reach_is_refused(draft: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from longdraft.serve import hooks, target_graphs
 from longdraft.serve.algorithm import LongDraftAlgorithm
 from longdraft.serve.attention_backend import LongDraftAttention
 from longdraft.serve.build_drafter import draft_attention
+from longdraft.serve.ranks import ALONE
 from longdraft.serve.settings import ENVIRONMENT, ServeSettings
 from longdraft.serve.shape_choice import ShapeChoice
 from longdraft.serve.shape_costs import CostTable
@@ -40,6 +41,7 @@ def test_graphs_are_made_on_a_card_where_the_attention_can_be_captured(
     phases = {name: SimpleNamespace(backend=given) for name in ("decode", "prefill")}
     arguments = SimpleNamespace(
         device=device,
+        tp_size=1,
         speculative_num_steps=None,
         speculative_draft_model_path="folder",
         max_running_requests=None,
@@ -125,6 +127,7 @@ def test_views_have_graphs_of_their_own_with_shorter_page_lists(monkeypatch: pyt
 def test_the_drafts_graphs_follow_the_targets(sizes: list[int] | None) -> None:
     asked: list[Any] = []
     worker = LongDraftWorker.__new__(LongDraftWorker)
+    worker.ranks = ALONE
     worker.step = SimpleNamespace(graphs=None)  # type: ignore[assignment]
     worker.drafter = SimpleNamespace(use_graphs=lambda *given: asked.append(given))  # type: ignore[assignment]
     made = SimpleNamespace(capture_bs=sizes, max_bs=4, num_tokens_per_bs=5) if sizes else None
@@ -146,6 +149,7 @@ def test_a_batch_that_no_graph_holds_is_verified_as_it_is() -> None:
 
 def priced(monkeypatch: pytest.MonkeyPatch, costs: str | None, measured: Any) -> TreeStep:
     worker = LongDraftWorker.__new__(LongDraftWorker)
+    worker.ranks = ALONE
     worker.step = step = TreeStep.__new__(TreeStep)
     step.choice = ShapeChoice(candidates("auto", 1))
     worker.runner, worker.shapes, worker.costs, worker.most = (

@@ -11,6 +11,7 @@ from longdraft.errors import UserError
 from longdraft.serve.drafters.base import Computed, Drafter, DraftRequest, Pick
 from longdraft.serve.drafters.lookup import LookupDrafter
 from longdraft.serve.observer import Observer
+from longdraft.serve.ranks import ALONE
 from longdraft.serve.worker import LongDraftWorker
 
 TABLE = torch.tensor([[9, 8, 7, 6, 5], [10, 11, 12, 13, 14], [20, 21, 22, 23, 24]], dtype=torch.int32)
@@ -128,7 +129,8 @@ def test_sglang_is_told_to_leave_room_beside_its_cache(per_slot: int, layers: in
     """A cache layer of this target takes 2 * 2 heads * 32 numbers of 2 bytes a token."""
     config = SimpleNamespace(get_num_kv_heads=lambda ranks: 2, head_dim=32)
     runner = SimpleNamespace(model_config=config, kv_cache_dtype=torch.bfloat16)
-    LongDraftWorker._reserve(SimpleNamespace(runner=runner, drafter=SimpleNamespace(bytes_per_slot=per_slot)))  # type: ignore[arg-type]
+    worker: Any = SimpleNamespace(runner=runner, drafter=SimpleNamespace(bytes_per_slot=per_slot), ranks=ALONE)
+    LongDraftWorker._reserve(worker)
     assert runner.eagle_draft_num_layers == layers
 
 

@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from test_serve_device_step import RULES, DeviceDrafter
 from test_serve_view_step import CHAIN, PENDING, ViewedTarget, requests, view_step
 
+from longdraft.serve import ranks
 from longdraft.serve import view_step as view_step_module
 from longdraft.serve.decode_step import gave_up
 from longdraft.serve.drafters.running import Running
@@ -259,7 +260,7 @@ def test_a_batch_served_on_the_host_ends_with_an_error_too() -> None:
 
 def test_the_cycle_that_failed_is_gone_before_the_next_one_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exception's frames hold what took the memory."""
-    monkeypatch.setattr(view_step_module.logger, "exception", lambda *_: None)  # pytest keeps what is logged
+    monkeypatch.setattr(ranks.logger, "exception", lambda *_: None)  # pytest keeps what is logged
     step = view_step(ViewedTarget(off=3), DeviceDrafter(RULES["oracle"]))
     held: list[Any] = []
     gain, bare = step._gain, step._bare
