@@ -58,7 +58,9 @@ class LongDraftAlgorithm(CustomSpecAlgo):
             server_args.disable_cuda_graph = True
             graphs.decode.backend = Backend.DISABLED
         server_args.enable_mixed_chunk = False
-        if server_args.tp_size > 1:  # SGLang may leave a layer's sum over ranks to the next layer, and a draft looks in between
+        if (
+            server_args.tp_size > 1
+        ):  # SGLang may leave a layer's sum over ranks to the next layer, and a draft looks in between
             server_args.enforce_disable_flashinfer_allreduce_fusion = True
             server_args.flashinfer_allreduce_fusion_backend = None
         if server_args.max_running_requests is None:
