@@ -219,6 +219,11 @@ class EngineSettings(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of the draft's forward pass; masters are float32"
     )
+    sequence: bool = Field(
+        False,
+        description="LongSpec on several ranks: they divide every sample by rows, instead of having samples of their own; for documents "
+        "that one GPU cannot hold (schedule.micro_batch is then of all ranks together)",
+    )
     peak_tflops: float | None = Field(
         None, gt=0, description="of one device, for MFU; None: known for B200, H200, H100 and A100, in bfloat16"
     )

@@ -32,8 +32,10 @@ from longdraft.train.flops import micro_batch_flops, peak_tflops
 from longdraft.train.memory_use import peak_memory_gib
 from longdraft.train.metering import Meter
 from longdraft.train.methods.build import build_method
+from longdraft.train.methods.longspec import LongSpecMethod
 from longdraft.train.provenance import write_run_file
 from longdraft.train.samples import Packed, SampleStream, resumed_cursor
+from longdraft.train.sequence import check_sequence, share_of
 from longdraft.train.target import FrozenTarget, load_target, load_tokenizer
 from longdraft.train.tracking import Tracker
 from longdraft.train.views import served_view
@@ -74,6 +76,8 @@ class Run:
         self.corpus = open_corpus(settings, tokenizer)
         self.data = {"train": self.corpus.fingerprints()}
         self.target = load_run_target(settings, group)
+        if settings.engine.sequence:
+            check_sequence(settings, self.target.packed)
         limit = position_limit(settings, self.target.spec.max_position, self.corpus)
         self.method, said = build_method(
             settings, self.target, self.corpus, tokenizer, limit, group, resumed=found is not None
@@ -85,8 +89,13 @@ class Run:
         if found:
             torch.set_rng_state(state.pop(RNG))
             self.engine.load_state(state)
-        self.stream = SampleStream(self.corpus, settings, limit, group.rank, group.world)
-        self.cursor = resumed_cursor(self.progress.cursors, group.rank, group.world)
+        self.divided = settings.engine.sequence and group.world > 1  # all ranks on one sample
+        rank, world = (0, 1) if self.divided else (group.rank, group.world)
+        self.stream = SampleStream(self.corpus, settings, limit, rank, world)
+        self.cursor = resumed_cursor(self.progress.cursors, rank, world)
+        if self.divided:
+            assert isinstance(self.method, LongSpecMethod)
+            self.method.divided = lambda sample: share_of(sample, group.rank, group.world, group.whole)
         self.prompts = self._prompts(tokenizer)
         self.saved_step = self.progress.step if found else -1
         self.tracker = Tracker(settings, self.progress.step, group.rank == 0)
@@ -176,12 +185,13 @@ class Run:
         meter.start()
         micros, after, failure = self._data(ahead)
         meter.got_data()
+        counted = [] if self.divided and self.group.rank else micros  # what all ranks have counts once
         failed, supervised, tokens, divisor, flops = self.group.totals(
             failure is not None,
-            sum(m.supervised for m in micros),
-            sum(len(m.id_T) for m in micros),
-            sum(self.method.denominator(m) for m in micros),
-            sum(micro_batch_flops(self.target.spec, s, m) for m in micros),
+            sum(m.supervised for m in counted),
+            sum(len(m.id_T) for m in counted),
+            sum(self.method.denominator(m) for m in counted),
+            sum(micro_batch_flops(self.target.spec, s, m) for m in counted),
         )
         if failed:  # all ranks stop together, the one that met the record says why
             raise DataFailed(
@@ -243,7 +253,7 @@ class Run:
 
     def _save(self) -> None:
         p = self.progress
-        p.cursors = self.group.gather(self.cursor)
+        p.cursors = [self.cursor] if self.divided else self.group.gather(self.cursor)
         p.max_length, p.max_position = (max(self.group.gather(n)) for n in (p.max_length, p.max_position))
         if p.step == self.saved_step or p.step == 0:
             return

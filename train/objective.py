@@ -89,13 +89,32 @@ def longspec_loss(
     )
     cache = seen.k_TKD, seen.v_TKD
     hidden_TE = draft.forward_packed(batch.id_T, batch.position_T, *cache, batch.cu, lag, batch.views)
+    return summed_loss(draft, hidden_TE, batch.label_T, seen.hidden_TE, settings)
+
+
+def summed_loss(
+    draft: LongSpecDraft,
+    hidden_TE: torch.Tensor,
+    label_T: torch.Tensor,
+    teacher_TE: torch.Tensor | None,
+    settings: ObjectiveSettings,
+) -> SummedLoss:
+    """The loss of rows before the head.
+
+    Args:
+        draft: bound.
+        hidden_TE: the draft's rows.
+        label_T: what the data has behind each; -100 where nobody asks.
+        teacher_TE: the target's rows; None for plain cross-entropy.
+        settings: which objective.
+    """
     head_NE = draft.drafting_head_NE.to(hidden_TE.dtype)
-    if not teaches:
-        return SummedLoss(*linear_cross_entropy(hidden_TE, head_NE, draft.ranked_label(batch.label_T), settings.chunk))
-    assert seen.hidden_TE is not None
-    row_N = (batch.label_T != IGNORED).nonzero().flatten()
+    if settings.name == "ce":
+        return SummedLoss(*linear_cross_entropy(hidden_TE, head_NE, draft.ranked_label(label_T), settings.chunk))
+    assert teacher_TE is not None
+    row_N = (label_T != IGNORED).nonzero().flatten()
     # No row comes twice, so the backward pass need not sort them, as it would behind an index in brackets.
-    hidden_NE, teacher_NE = (x.index_select(0, row_N) for x in (hidden_TE, seen.hidden_TE))
+    hidden_NE, teacher_NE = (x.index_select(0, row_N) for x in (hidden_TE, teacher_TE))
     teacher_NE = teacher_NE.to(hidden_NE.dtype)
     if settings.name == "kl":
         return SummedLoss(*linear_distillation(hidden_NE, teacher_NE, head_NE, settings.chunk))

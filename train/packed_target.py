@@ -9,7 +9,7 @@ Legend: T packed tokens, H query heads, K key/value heads, D head size.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -42,12 +42,12 @@ def _attend(
     return packed_causal_attention(q, k, v, document_offsets, sliding_window)[None], None
 
 
-def _no_mask(**arguments: Any) -> None:
+def no_mask(**arguments: Any) -> None:
     """Offsets and windows say which keys a row sees."""
 
 
 AttentionInterface.register(NAME, _attend)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, no_mask)
 
 
 def can_pack(model: Any) -> bool:
@@ -57,11 +57,16 @@ def can_pack(model: Any) -> bool:
     return ours and all(layer.self_attn.config is config for layer in model.get_decoder().layers)
 
 
-@contextmanager
-def packed_attention(model: Any) -> Iterator[None]:
+def packed_attention(model: Any) -> AbstractContextManager[None]:
     """While open, passes of the model are over ``[1, T]`` packed tokens and need ``document_offsets``, from 0 to T."""
+    return under_attention(model, NAME)
+
+
+@contextmanager
+def under_attention(model: Any, name: str) -> Iterator[None]:
+    """While open, the model's attention is the one registered by this name."""
     before = model.config._attn_implementation
-    model.config._attn_implementation = NAME
+    model.config._attn_implementation = name
     try:
         yield
     finally:

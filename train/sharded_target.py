@@ -66,7 +66,7 @@ class ShardedTarget(FrozenTarget):
         own = self.passes(cu)
         for _ in range(max(self.group.gather(own)) - own):
             nothing_BL = id_T.new_zeros(1, 1)
-            self._run(nothing_BL, nothing_BL, Wanted())
+            self.run(nothing_BL, nothing_BL, Wanted())
         return seen
 
 

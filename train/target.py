@@ -196,7 +196,7 @@ class FrozenTarget:
         for span in spans(cu, self.max_batch_tokens):
             a, b = span[0], span[-1]
             with packed_attention(self.model):
-                seen = self._run(
+                seen = self.run(
                     id_T[None, a:b], position_T[None, a:b], wanted, document_offsets=[end - a for end in span]
                 )
             yield a, b, {name: rows[0] for name, rows in seen.items()}
@@ -208,7 +208,7 @@ class FrozenTarget:
             id_BL, position_BL = (id_T.new_zeros(len(batch), longest) for _ in range(2))
             for row, (a, b) in enumerate(batch):
                 id_BL[row, : b - a], position_BL[row, : b - a] = id_T[a:b], position_T[a:b]
-            seen = self._run(id_BL, position_BL, wanted)
+            seen = self.run(id_BL, position_BL, wanted)
             for row, (a, b) in enumerate(batch):
                 yield a, b, {name: rows[row, : b - a] for name, rows in seen.items()}
 
@@ -216,7 +216,7 @@ class FrozenTarget:
         """Forward passes that :meth:`capture` makes of these documents."""
         return len((spans if self.packed else padded_batches)(cu, self.max_batch_tokens))
 
-    def _run(
+    def run(
         self, id_BL: torch.Tensor, position_BL: torch.Tensor, wanted: Wanted, **given: Any
     ) -> dict[str, torch.Tensor]:
         """All features ``[B, L, ...]`` of one pass."""

@@ -40,6 +40,14 @@ class Group:
             dist.all_reduce(value)
         return value
 
+    def whole(self, rows_RX: torch.Tensor) -> torch.Tensor:
+        """Rows of all ranks, as many of each, one rank's behind the other's."""
+        if self.world == 1:
+            return rows_RX
+        every = rows_RX.new_empty(self.world * len(rows_RX), *rows_RX.shape[1:])
+        dist.all_gather_into_tensor(every, rows_RX)
+        return every
+
     def totals(self, *values: float) -> list[float]:
         """Sums over all ranks of a few numbers, in float64."""
         if self.world == 1:  # without a way to the device and back, which waits for all that it has still to do

@@ -1,5 +1,7 @@
 """LongSpec: next tokens under Anchor-Offset positions and one Flash Noisy lag a step (LongSpec, section 3.2)."""
 
+from collections.abc import Callable
+
 import torch
 
 from longdraft.draft_models.config import TrainingFacts
@@ -10,6 +12,7 @@ from longdraft.train.methods.base import Method, StepLoss
 from longdraft.train.objective import longspec_loss
 from longdraft.train.positions import lag_of_step
 from longdraft.train.samples import Packed
+from longdraft.train.sequence import SampleShare, shared_loss
 from longdraft.train.target import FrozenTarget
 
 
@@ -19,6 +22,7 @@ class LongSpecMethod(Method):
     def __init__(self, settings: TrainSettings, target: FrozenTarget, draft: LongSpecDraft) -> None:
         super().__init__(settings, target)
         self.draft = draft
+        self.divided: Callable[[Packed], SampleShare] | None = None  # where all ranks train on one sample
 
     @property
     def depths(self) -> int:
@@ -29,11 +33,16 @@ class LongSpecMethod(Method):
         return lag_of_step(step, s.lag.min, s.lag.max, s.run.seed)
 
     def forward(self, batch: Packed, step: int) -> StepLoss:
-        lag = self.lag(step)
-        summed = longspec_loss(self.draft, self.target, batch, lag, self.settings.objective)
+        lag, label_T = self.lag(step), batch.label_T
+        if self.divided is None:
+            summed = longspec_loss(self.draft, self.target, batch, lag, self.settings.objective)
+        else:
+            share = self.divided(batch)
+            label_T = share.label_R
+            summed = shared_loss(self.draft, self.target, share, lag, self.settings.objective)
         hits_K, rows_K = (torch.zeros(self.depths, dtype=torch.int64, device=summed.loss.device) for _ in range(2))
         # Counted on the device: a number in Python would wait for the whole forward pass.
-        hits_K[lag - 1], rows_K[lag - 1] = summed.correct, (batch.label_T != IGNORED).sum()
+        hits_K[lag - 1], rows_K[lag - 1] = summed.correct, (label_T != IGNORED).sum()
         return StepLoss(summed.loss, hits_K, rows_K)
 
     def figures(self, step: int) -> dict[str, float]:
