@@ -14,7 +14,8 @@ from longdraft.train.checkpoints import Checkpoints, check_trajectory
 from longdraft.train.config import TrainSettings, as_list
 from longdraft.train.eagle3_weights import check_trained_positions
 from longdraft.train.loop import position_limit
-from longdraft.train.memory_plan import check_fit, device_of, engine_text, estimate_memory, memory_text
+from longdraft.train.memory_plan import check_fit, device_of, engine_text, estimate_memory, memory_text, shares_of
+from longdraft.train.sequence import check_sequence
 from longdraft.train.target import plan_config
 from longdraft.train.tracking import METRICS, clock, read_rows
 
@@ -46,12 +47,16 @@ def plan_text(settings: TrainSettings, world: int) -> str:
             ``plan.gpu_gib``, with what to change.
     """
     world = settings.plan.ranks or world
+    if settings.engine.sequence:
+        check_sequence(settings)
     config = plan_config(settings.target)
     spec, device = TargetSpec.from_config(config), device_of(settings)
     limit = position_limit(settings, spec.max_position)
     parameters = count_parameters(config, spec, settings)
     s = settings.schedule
-    a_step = s.micro_batch * s.accumulate * world
+    shares = shares_of(settings, world)
+    a_step = s.micro_batch * s.accumulate * world // shares
+    ranks = f"{world} ranks" if shares == 1 else f"{world} ranks together"
     documents = "samples packed to" if settings.data.packing else "documents of up to"
     share = f"offsets in {settings.positions.offset_share:.0%} of the documents up to position {limit}"
     anchors = f"{'0..' if settings.positions.random_anchors else ''}{settings.positions.anchors} anchors"
@@ -69,7 +74,7 @@ def plan_text(settings: TrainSettings, world: int) -> str:
         "views": f"{budgets}, {views.recent:.0%} of them without random blocks" if views.share else "none",
         "step": (
             f"{a_step} {documents} {settings.data.max_length} tokens = at most {a_step * settings.data.max_length:,} "
-            f"tokens ({s.micro_batch} micro-batch x {s.accumulate} accumulate x {world} ranks)"
+            f"tokens ({s.micro_batch} micro-batch x {s.accumulate} accumulate x {ranks})"
         ),
         "steps": f"{s.max_steps}, save every {s.save_every}, evaluate every {s.eval_every or 'end'}",
         "engine": engine_text(settings, world),

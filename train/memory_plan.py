@@ -12,7 +12,8 @@ ZeRO-3     iP (1 + 1 / R)      iP + 4P / R                    12P / R           
 =========  ==================  =============================  ==========================  =====================
 
 With the optimizer on the host, iP of gradients stay. ZeRO-3 gathers the draft as one while a step runs. A sharded target takes its share, two whole layers and prefetching, and whole
-copies of the embedding and the head, which the draft borrows.
+copies of the embedding and the head, which the draft borrows. Where ranks divide samples (``engine.sequence``), activations are of a
+rank's rows, keys and values of all.
 """
 
 from collections.abc import Iterator
@@ -67,7 +68,12 @@ def estimate_memory(
     item = resolve_dtype(settings.engine.dtype, device).itemsize
     draft, host = _draft_bytes(parameters[1], item, settings, world)
     target = _target_bytes(spec, parameters[0], settings, device, world)
-    return Memory(target, draft, _activations(spec, settings, device), host)
+    return Memory(target, draft, _activations(spec, settings, device, shares_of(settings, world)), host)
+
+
+def shares_of(settings: TrainSettings, world: int) -> int:
+    """How many ranks divide a sample."""
+    return world if settings.engine.sequence else 1
 
 
 def _draft_bytes(count: int, item: int, settings: TrainSettings, world: int) -> tuple[int, int]:
@@ -96,10 +102,11 @@ def _target_bytes(spec: TargetSpec, count: int, settings: TrainSettings, device:
     return item * (count // world + 2 * table + 2 * max(layer, table))
 
 
-def _activations(spec: TargetSpec, settings: TrainSettings, device: torch.device) -> int:
+def _activations(spec: TargetSpec, settings: TrainSettings, device: torch.device, shares: int) -> int:
     item_target = resolve_dtype(settings.target.dtype, device).itemsize
     item = resolve_dtype(settings.engine.dtype, device).itemsize
-    tokens = settings.schedule.micro_batch * settings.data.max_length
+    whole = settings.schedule.micro_batch * settings.data.max_length
+    tokens = -(-whole // shares)
     wide, narrow = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     hidden, inner = spec.hidden_size, spec.intermediate_size
     kept = item * (12 * hidden + 4 * inner + 8 * wide + 6 * narrow) + 4 * 3 * (2 * wide + narrow)
@@ -112,19 +119,24 @@ def _activations(spec: TargetSpec, settings: TrainSettings, device: torch.device
     cache = 2 * narrow * item_target * (1 if eagle3 else len(settings.draft.cross_layers) or 1)
     at_once = min(tokens, max(settings.target.max_batch_tokens, settings.data.max_length))
     passing = at_once * item_target * (4 * hidden + 3 * inner + 3 * wide)
-    return tokens * cache + max(passing, tokens * kept + logits)
+    if (
+        shares > 1
+    ):  # keys and values of all rows: of the target's running layer, and their gradients, which nobody needs
+        passing, logits = passing + whole * 2 * narrow * item_target, logits + whole * 2 * narrow * 4
+    return whole * cache + max(passing, tokens * kept + logits)
 
 
 def engine_text(settings: TrainSettings, world: int) -> str:
     """One line for ``--plan``."""
+    rows = ", samples divided by rows" if shares_of(settings, world) > 1 else ""
     if settings.engine.name == "torch":
-        return "torch: every rank holds the draft, its optimizer and the target"
+        return f"torch: every rank holds the draft, its optimizer and the target{rows}"
     file = read_zero_file(settings)
     stage = file["zero_optimization"]["stage"]
     spread = {1: "optimizer", 2: "optimizer and gradients", 3: "optimizer, gradients and draft"}[stage]
     host = ", optimizer on the host" if offloads(file, "offload_optimizer") else ""
     target = f"target over {world} ranks" if settings.target.shard else "target whole on every rank"
-    return f"DeepSpeed ZeRO-{stage} ({settings.engine.config}): {spread} over {world} ranks{host}, {target}"
+    return f"DeepSpeed ZeRO-{stage} ({settings.engine.config}): {spread} over {world} ranks{host}, {target}{rows}"
 
 
 def memory_text(memory: Memory, device: torch.device) -> str:

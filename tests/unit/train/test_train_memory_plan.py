@@ -53,6 +53,30 @@ def test_what_is_advised_fits(large: tuple[TargetSpec, tuple[int, int]]) -> None
         check_fit(*large, _changed(settings, {"plan.gpu_gib": 16}), GPU, 8, estimate_memory(*large, settings, GPU, 8))
 
 
+def test_ranks_that_divide_samples_have_their_rows_and_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    """One document of 128K tokens on 8 cards that hold a 70B target together."""
+    long = ["data.max_length=131072", "views.share=0", "schedule.accumulate=16", "plan.ranks=8", "plan.gpu_gib=64"]
+    given = ["--config", str(RECIPE), *LARGE[:1], *SPREAD, *long, "--plan"]
+    assert main(given) == 2, "a rank that has a document to itself"
+    capsys.readouterr()
+    assert main([*given, "engine.sequence=true"]) == 0
+    said = capsys.readouterr().out
+    assert "16 documents of up to 131072 tokens" in said and "x 8 ranks together)" in said
+    assert "target over 8 ranks, samples divided by rows" in said
+
+    def activations(world: int) -> int:
+        settings = load_settings(TrainSettings, RECIPE, [*LARGE[:1], *long[:2], "engine.sequence=true"])
+        config = plan_config(settings.target)
+        spec = TargetSpec.from_config(config)
+        return estimate_memory(spec, (70_000_000_000, 1_000_000_000), settings, GPU, world).activations
+
+    keys = 131072 * 2 * 8 * 128  # of one layer, all rows
+    assert activations(8) - 2 * keys > 0.1 * activations(1), "what all ranks have does not shrink"
+    assert activations(8) < 0.25 * activations(1)
+    assert main([*given, "engine.sequence=true", "views.share=0.5"]) == 2
+    assert "views.share=0.5" in capsys.readouterr().err
+
+
 def test_more_ranks_take_a_share_each_of_what_is_spread(large: tuple[TargetSpec, tuple[int, int]]) -> None:
     def draft(config: str, world: int) -> int:
         settings = load_settings(
