@@ -11,7 +11,7 @@ import random
 import shutil
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.draft_models.sparse_recipe import LayerHeads, SparseRecipe
 from longdraft.draft_models.target import TargetSpec
 from longdraft.draft_models.token_counts import TokenCounts
+from longdraft.errors import UserError
 from longdraft.serve.settings import LOSSY, VIEWED
 
 STEPS = 5
@@ -115,7 +116,7 @@ def sparse_recipe(draft_layer: int) -> SparseRecipe:
 
 
 def launch_command(
-    system: str, models: dict[str, Path], context: int, times: Path | None = None
+    system: str, models: dict[str, Path], context: int, times: Path | None = None, ranks: int = 1
 ) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of one system. Behind ours ``-exact``, ``-partial`` and ``-sparse`` mean these modes, ``-sets`` behind
     one of the first two that single tokens make up its views (Dustin's selector), ``-recipe`` behind the last that its sets are chosen by
@@ -126,9 +127,10 @@ def launch_command(
         models: of :func:`write_models`.
         context: longest request.
         times: where our server writes its steps' phase times.
+        ranks: GPUs among which it is divided (tensor parallel).
     """
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(models["target"])]
-    command += ["--load-format", "dummy"]
+    command += ["--load-format", "dummy", *(["--tp-size", str(ranks)] if ranks > 1 else [])]
     command += ["--sampling-backend", "pytorch", "--grammar-backend", "none", "--context-length", str(context)]
     command += ["--mem-fraction-static", "0.85", "--skip-server-warmup", "--chunked-prefill-size", "16384"]
     command += ["--max-running-requests", "16", "--cuda-graph-max-bs-decode", "16", "--attention-backend", "fa3"]
@@ -161,6 +163,25 @@ def launch_command(
         forced = {"SGLANG_SIMULATE_ACC_LEN": str(int(ACCEPT))}
         return command, forced | {"SGLANG_PLUGINS": "longdraft", "LONGDRAFT_SETTINGS": settings}
     return command, {"SGLANG_PLUGINS": "none"}
+
+
+def check_systems(systems: Sequence[str], models: dict[str, Path]) -> None:
+    """Before the first server starts.
+
+    Raises:
+        UserError: one is no system.
+    """
+    for system in systems:
+        try:
+            launch_command(system, models, CONTEXT)
+            known = system in ("plain", "eagle3", "eagle3-window") or system.startswith("longdraft")
+        except KeyError:
+            known = False
+        if not known:
+            drafts = ", ".join(name for name in models if name.startswith("longdraft"))
+            raise UserError(
+                f"--systems {system!r} is none: give plain, eagle3, eagle3-window, or a draft of {drafts}, with -exact, -partial or -sparse"
+            )
 
 
 def measure(server: Server, batch: int, context: int, starts: Callable[[], None] = lambda: None) -> dict[str, float]:
@@ -210,9 +231,9 @@ def mark(marks: list[int], path: Path | None) -> None:
     marks.append(len(read_lines(path)) if path and path.exists() else 0)
 
 
-def record(path: Path, figures: dict[str, float], checks: dict[str, bool]) -> None:
+def record(path: Path, figures: dict[str, float], checks: dict[str, bool], ranks: int = 1) -> None:
     """Write what is known so far."""
-    settings = {
+    settings: dict[str, Any] = {
         "shape": "Llama-8B, random weights, bf16",
         "steps": STEPS,
         "steps_of_the_language_model": LM_STEPS,
@@ -222,6 +243,7 @@ def record(path: Path, figures: dict[str, float], checks: dict[str, bool]) -> No
         "draft_head_rows": HEAD,
         "view_tokens": VIEW,
         "confirmed_share": CONFIRMED,
+        "ranks": ranks,
     }
     write_record(make_record("full_mode_speed", settings, figures, checks), path)
 
@@ -234,6 +256,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--logs", type=Path, default=Path("/tmp/longdraft-logs"))
     parser.add_argument("--step-times", type=Path, help="folder for our servers' phase times, for bench.step_times")
     parser.add_argument("--cases", nargs="+", choices=[*CASES, *MORE_CASES], default=list(CASES))
+    parser.add_argument("--tp-size", type=int, default=1, help="GPUs that share a server")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     cases = CASES | MORE_CASES
@@ -243,9 +266,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.out.is_file():  # systems measured by an earlier call on the same machine stay in the record
         before = json.loads(args.out.read_text())
         figures, checks = before["figures"], before["checks"]
+    check_systems(args.systems.split(","), models)
     for system in args.systems.split(","):
         times = args.step_times and args.step_times / f"{system}.jsonl"
-        command, environment = launch_command(system, models, CONTEXT, times)
+        command, environment = launch_command(system, models, CONTEXT, times, args.tp_size)
         log = args.logs / f"{system}.log"
         try:
             with Server(system, command, log, environment) as server:
@@ -265,12 +289,14 @@ def main(argv: list[str] | None = None) -> int:
                         flush=True,
                     )
                 checks[f"{system.replace('-', '_')}_ran"] = True
-                record(args.out, figures, checks)  # before the server stops, which can outlast the machine
+                record(
+                    args.out, figures, checks, args.tp_size
+                )  # before the server stops, which can outlast the machine
         except Exception as error:
             print(f"{system} failed: {error}", flush=True)
             checks[f"{system.replace('-', '_')}_ran"] = False
             shutil.copy(log, args.out.with_name(f"{system}.log"))
-            record(args.out, figures, checks)
+            record(args.out, figures, checks, args.tp_size)
     return 0
 
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from longdraft.bench.gpu_full_speed import launch_command, write_models
+from longdraft.bench.gpu_full_speed import check_systems, launch_command, write_models
 from longdraft.bench.record import make_record, write_record
 from longdraft.bench.server import Server, server_sent
 
@@ -149,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures, checks, rows = before["figures"], before["checks"], before.get("rows", {})
     settings = {"rate": args.rate, "seconds": args.seconds, "new_tokens": args.new_tokens}
     settings |= {"shortest": SHORTEST, "longest": LONGEST, "shape": "Llama-8B, random weights, bf16, acceptance 4.0"}
+    check_systems(args.systems.split(","), models)
     for system in args.systems.split(","):
         command, environment = launch_command(system, models, LONGEST + args.new_tokens + 100)
         with Server(system, command, args.logs / f"arrivals-{system}.log", environment) as server:

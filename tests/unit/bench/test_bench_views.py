@@ -10,7 +10,7 @@ import pytest
 from tiny import tiny_model
 
 from longdraft.bench import steady_arrivals, view_agreement, view_quality
-from longdraft.bench.gpu_full_speed import LOOKAHEAD, launch_command, sparse_recipe, steady
+from longdraft.bench.gpu_full_speed import LOOKAHEAD, check_systems, launch_command, sparse_recipe, steady
 from longdraft.bench.steady_arrivals import LONGEST, SHORTEST, Served, figures_of, lengths, percentile
 from longdraft.bench.token_compare import same_tokens
 from longdraft.bench.view_agreement import Case, command, summed
@@ -144,6 +144,11 @@ def test_systems_of_ours_say_their_mode(tmp_path: Path) -> None:
     for system, selector in (("longdraft-exact", None), ("longdraft-exact-sets", "dustin")):
         given = json.loads(launch_command(system, models, 1000)[1]["LONGDRAFT_SETTINGS"])
         assert (given["mode"], given.get("view_selector")) == ("exact", selector)
+    for ranks in (1, 2):
+        words, _ = launch_command("eagle3", models, 1000, ranks=ranks)
+        assert ("--tp-size" in words) == (ranks > 1) and (
+            words[words.index("--tp-size") + 1] == "2" if ranks > 1 else True
+        )
 
 
 def test_sparse_sets_are_timed_with_a_recipe_too(tmp_path: Path) -> None:
@@ -157,6 +162,15 @@ def test_sparse_sets_are_timed_with_a_recipe_too(tmp_path: Path) -> None:
         assert words[words.index("--speculative-draft-model-path") + 1] == str(models["longdraft"])
     found = ServeSettings(**given)
     assert found.set_budget().lookahead == LOOKAHEAD and found.recipe() == sparse_recipe(31)
+
+
+@pytest.mark.parametrize("system", ["vllm", "longdraft-eagle2", "longdraft-lossy", "eagle3-windows"])
+def test_what_is_no_system_is_refused_before_a_server_starts(tmp_path: Path, system: str) -> None:
+    names = ("target", "eagle3", "longdraft", "longdraft-eagle3", "counts")
+    models = {name: tmp_path / name for name in names}
+    check_systems(["plain", "eagle3", "eagle3-window", "longdraft", "longdraft-eagle3-partial-eager"], models)
+    with pytest.raises(UserError, match=f"'{system}' is none: give plain"):
+        check_systems(["plain", system], models)
 
 
 def test_a_language_model_drafts_shorter_chains(tmp_path: Path) -> None:
