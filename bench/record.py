@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from longdraft.bench.provenance import device_name, git_commit, versions
@@ -41,20 +42,23 @@ def command(words: Sequence[str]) -> str:
 
 
 def check_record(path: Path) -> None:
-    """Make a record's folder, before what the record is to hold takes its time.
+    """Make a record's folder and see that files can be written there, before what the record is to hold takes its time.
 
     Raises:
         UserError: that cannot be done, or the record's name is a folder's.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        folder = path.is_dir()
+        with TemporaryFile(dir=path.parent):
+            pass
     except OSError as error:
         raise UserError(f"record {str(path)!r} cannot be written ({error.strerror}): give another file") from None
-    if path.is_dir():
+    if folder:
         raise UserError(f"record {str(path)!r} is a folder: give a file")
 
 
 def write_record(record: dict[str, Any], path: Path) -> None:
     """Write a record as readable JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from longdraft.errors import UserError
+from longdraft.processes import end_with_parent
 
 
 def free_port() -> int:
@@ -68,10 +69,12 @@ class Server:
         self.stop()
 
     def _start(self) -> subprocess.Popen[bytes]:
+        # Left over by a killed measurement it would keep its memory and a card; its own children end with it.
         with self.log.open("w") as log:
             return subprocess.Popen(
-                self.command, env=self.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+                self.command, env=self.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=end_with_parent,  # noqa: PLW1509  # one call of the C library, looked up before
+            )  # fmt: skip
 
     def _wait_until_up(self, seconds: float = 300) -> None:
         end = time.monotonic() + seconds
@@ -121,7 +124,13 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def _post(self, path: str, body: dict[str, Any], timeout: float) -> Any:
+    def post(self, path: str, body: dict[str, Any], timeout: float) -> Any:
+        """What the server answers, open for reading.
+
+        Raises:
+            UserError: it refused; says why.
+            OSError: it is gone, or took too long.
+        """
         request = urllib.request.Request(
             self.address + path, json.dumps(body).encode(), {"content-type": "application/json"}
         )
@@ -138,7 +147,7 @@ class Server:
 
     def flush(self) -> None:
         """Empty the prefix cache; the server has to be idle."""
-        self._post("/flush_cache?timeout=30", {}, 60).close()
+        self.post("/flush_cache?timeout=30", {}, 60).close()
 
     def stream(self, ids: Sequence[int], sampling: dict[str, Any], timeout: float = 600) -> Iterator[dict[str, Any]]:
         """Chunks of an answer to token ids over the native endpoint, greedy unless ``sampling`` says otherwise.
@@ -146,7 +155,7 @@ class Server:
         Our counters in ``meta_info.longdraft`` grow by one entry a chunk that the scheduler sent, whatever was put together later.
         """
         body = {"input_ids": list(ids), "sampling_params": {"temperature": 0, **sampling}, "stream": True}
-        with self._post("/generate", body, timeout) as reply:
+        with self.post("/generate", body, timeout) as reply:
             yield from server_sent(reply)
 
     def generate(
@@ -168,20 +177,22 @@ class Server:
     def chat(self, messages: list[dict[str, str]], new_tokens: int, timeout: float = 600) -> str:
         """Greedy answer of the OpenAI-compatible chat endpoint."""
         body = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": new_tokens}
-        with self._post("/v1/chat/completions", body, timeout) as reply:
+        with self.post("/v1/chat/completions", body, timeout) as reply:
             return str(json.load(reply)["choices"][0]["message"]["content"])
 
 
 def generate(
     server: Server, ids: list[list[int]], new_tokens: int, sampling: list[dict[str, Any]] | None = None
 ) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds and the answers of one batch, greedy unless each request's ``sampling`` is given."""
+    """Seconds and the answers of one batch, greedy unless each request's ``sampling`` is given.
+
+    Raises:
+        UserError: the server refused it; says why.
+    """
     common = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
     params = [common | own for own in sampling or [{}] * len(ids)]
-    body = json.dumps({"input_ids": ids, "sampling_params": params}).encode()
-    request = urllib.request.Request(f"{server.address}/generate", body, {"content-type": "application/json"})
     start = time.perf_counter()
-    with urllib.request.urlopen(request, timeout=500) as reply:
+    with server.post("/generate", {"input_ids": ids, "sampling_params": params}, 500) as reply:
         answers = json.load(reply)
     return time.perf_counter() - start, answers if isinstance(answers, list) else [answers]
 

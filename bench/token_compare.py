@@ -6,7 +6,6 @@ candidates' logits tie within the format's step.
 
 import json
 import math
-import urllib.request
 from collections.abc import Sequence
 
 from longdraft.bench.server import Server
@@ -36,10 +35,7 @@ def candidates(server: Server, ids: list[int]) -> dict[int, float]:
         "return_logprob": True,
         "top_logprobs_num": 10,
     }
-    request = urllib.request.Request(
-        f"{server.address}/generate", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as reply:
+    with server.post("/generate", body, 120) as reply:
         answer = json.load(reply)
     return {int(token): float(value) for value, token, *_ in answer["meta_info"]["output_top_logprobs"][0]}
 

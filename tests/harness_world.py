@@ -26,7 +26,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class World:
-    """Played servers. ``texts`` are answers by mode; ``die`` and ``stop`` name a mode at whose cell a server or the run ends."""
+    """Played servers. ``texts`` are answers by mode; ``die``, ``stop`` and ``hang`` name a mode at whose cell a server or the run
+    ends, or no answer comes.
+    """
 
     def __init__(self) -> None:
         self.texts: dict[str | None, list[int]] = {}
@@ -36,6 +38,7 @@ class World:
         self.asked: list[str | None] = []
         self.die: str | None = None
         self.stop: str | None = None
+        self.hang: str | None = None
         self.room = 100_000
         self.refuses = False
         self.at_each: Callable[[str | None], None] = lambda mode: None  # told the mode of every request
@@ -69,6 +72,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
         def __exit__(self, *_: object) -> None: ...
 
+        def stop(self) -> None:
+            self.process.code = -15
+
         def flush(self) -> None: ...
 
         def info(self) -> dict[str, int]:
@@ -81,6 +87,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
         played.at_each(mode)
         if mode is not None and mode == played.stop:
             raise KeyboardInterrupt
+        if mode is not None and mode == played.hang:
+            raise TimeoutError("timed out")
         if mode is not None and mode == played.die:
             server.process.code = -9
             raise ConnectionResetError("gone")

@@ -10,7 +10,7 @@ from longdraft.bench.harness.place import Place, place_of
 from longdraft.bench.harness.run import Cell, Experiment
 from longdraft.bench.harness.settings import AskingSettings, TaskSettings
 from longdraft.bench.harness.systems.base import System
-from longdraft.bench.harness.systems.sglang import tokens_word
+from longdraft.bench.lengths import tokens_word
 from longdraft.bench.server import Server
 from longdraft.bench.tasks import TASKS, Example, Task, load_task
 from longdraft.errors import UserError

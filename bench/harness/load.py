@@ -79,7 +79,7 @@ def load_row(server: Server, place: Place, load: LoadSettings, cell: Cell, logs:
     Raises:
         UserError: the client failed, or a request did.
     """
-    name = f"load-{cell.system.label.replace(' ', '-')}-{cell.facts['rate']}"
+    name = f"load-{cell.system.file_name}-{cell.facts['rate']}"
     out, log = logs / f"{name}.jsonl", logs / f"{name}.log"
     out.unlink(missing_ok=True)
     before = verifications(server)

@@ -78,10 +78,25 @@ class Place:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The target's."""
+        """The target's.
+
+        Raises:
+            UserError: it has none, or one that does not say where its tokens stand in a text.
+        """
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.target)
+        try:
+            found = AutoTokenizer.from_pretrained(self.target)
+        except Exception as error:  # of many kinds: what is wrong is in the folder
+            why = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"target.path={self.settings.target.path!r} has no tokenizer that loads ({why}): give a whole model's folder"
+            ) from None
+        if not found.is_fast:
+            raise UserError(
+                f"target.path={self.settings.target.path!r} has a slow tokenizer: put a tokenizer.json into its folder"
+            )
+        return found
 
     def draft(self, word: str) -> Path | None:
         """Folder of a draft of ours; None for ``none``, which looks up.

@@ -1,12 +1,12 @@
 """Prompts of an exact number of tokens for measuring speed, the same for every system."""
 
-import json
 import random
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from longdraft.bench.demo_text import write_long_text
+from longdraft.bench.tasks.reading import read_records
 from longdraft.errors import UserError
 
 LIBRARY = "library"
@@ -27,21 +27,9 @@ def read_texts(path: Path) -> list[str]:
         UserError: no such file, or a line without a text.
     """
     try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"prompts={str(path)!r} cannot be read ({error}): give random, {LIBRARY}, or a JSONL file with text"
-        ) from None
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise UserError(f"{path}:{number} has no text: give a JSON object with a string under 'text' in every line")
-        found.append(text)
-    return found
+        return [record.text("text") for record in read_records(path)]
+    except UserError as error:
+        raise UserError(f"prompts: {error}; or give random, {LIBRARY}, or another JSONL file with text") from None
 
 
 def text_prompts(source: str, tokenizer: Any, tokens: int, count: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from longdraft.bench.harness.answers import Answer
-from longdraft.bench.harness.ledger import Ledger, digest
+from longdraft.bench.harness.ledger import Ledger, alone, digest
 from longdraft.bench.harness.place import Place
 from longdraft.bench.harness.settings import HarnessSettings
 from longdraft.bench.harness.systems.base import Serving, System, servings
@@ -73,6 +73,10 @@ class Experiment(ABC, Generic[S]):
     @abstractmethod
     def figures(self, rows: Rows) -> dict[str, float]:
         """Of a record."""
+
+    def compares(self, cell: Cell) -> bool:
+        """Whether a cell needs plain decoding's answers."""
+        return cell.system is not self.systems[0]
 
     def finish(self, rows: Rows) -> None:
         """Add to rows what follows from others."""
@@ -158,13 +162,31 @@ class Runner(Generic[S]):
         self.experiment, self.ledger = experiment, experiment.ledger
         self.clock = Clock(experiment.settings.max_minutes)
         self.todo = {cell.key for cell in experiment.cells if not self.ledger.finished(cell.key, retry)}
+        for cell in experiment.cells:  # plain answers that are gone, say with a file that was not copied along
+            if cell.key in self.todo and experiment.compares(cell):
+                plain = experiment.plain_cell(cell).key
+                if plain not in self.ledger.answers and self.ledger.sound(plain):
+                    self.todo.add(plain)
 
     def run(self) -> int:
-        """Measure what is left; the status."""
+        """Measure what is left; the status.
+
+        Raises:
+            UserError: logs cannot be written, or ``max_minutes`` were over before the first cell.
+        """
         experiment, keys = self.experiment, [cell.key for cell in self.experiment.cells]
         if dropped := self.ledger.forget_others(keys):
-            print(f"{dropped} rows are of cells that the file no longer asks for, or asks for otherwise: dropped")
-        print(f"{len(keys) - len(self.todo)} of {len(keys)} cells are there", flush=True)
+            print(
+                f"{dropped} rows are of cells that the file no longer asks for, or asks for otherwise: "
+                f"moved to {self.ledger.dropped_path}"
+            )
+        before = len(self.todo)
+        print(f"{len(keys) - before} of {len(keys)} cells are there", flush=True)
+        logs = experiment.settings.logs
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"logs={str(logs)!r} cannot be made ({error.strerror}): give another folder") from None
         self.ledger.begin()
         for system in experiment.systems:
             if (why := system.missing()) is not None:
@@ -176,6 +198,10 @@ class Runner(Generic[S]):
                 self.serve(serving, cells)
         self.save()
         checks = experiment.checks()
+        if self.todo and len(self.todo) == before:  # another sitting would come as far
+            raise UserError(
+                f"max_minutes={experiment.settings.max_minutes} were over before a cell was measured: give more"
+            )
         if self.todo:
             print(f"{len(self.todo)} cells are left: the same command goes on", flush=True)
             return LEFT
@@ -211,7 +237,10 @@ class Runner(Generic[S]):
             rows, answers = self.experiment.measure(server, cell)
         except Exception as error:
             why = reason(error)
-            if server.process.poll() is not None:
+            if isinstance(error, OSError) and server.process.poll() is None:
+                server.stop()  # it may still be at work on what was given up, beside the next cell
+                why += f" (see {server.log.name})"
+            elif server.process.poll() is not None:
                 why = f"the server ended: {reason(RuntimeError(server.log.read_text(errors='replace')[-20_000:]))}"
             rows, answers = self.experiment.failed(cell, why), []
         self.done(cell, rows, answers)
@@ -244,4 +273,6 @@ def run_file(experiment: type[Experiment[S]], schema: type[S], what: str, argv: 
     parser.add_argument("overrides", nargs="*", metavar="a.b=value", help="laid over the file")
     parser.add_argument("--retry", action="store_true", help="measure cells again that failed before")
     args = parser.parse_args(argv)
-    return Runner(experiment(load_settings(schema, args.file, args.overrides)), args.retry).run()
+    settings = load_settings(schema, args.file, args.overrides)
+    with alone(settings.record):
+        return Runner(experiment(settings), args.retry).run()

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from longdraft.bench.lengths import tokens_word
 from longdraft.draft_models.sparse_recipe import PROTECTED
 from longdraft.schema import Settings
 
@@ -31,9 +32,26 @@ TAKES: dict[str, frozenset[str]] = {  # what a system takes beyond what all of t
     "self": frozenset({"steps", "budget", "confirmed_share", "settings"}),
 }
 COMMON = frozenset({"system", "label", "arguments"})
+LABEL = 60  # characters of a label at most
 
 
-class SystemSettings(Settings):
+class Finite(Settings):
+    """Settings whose figures are finite: records are JSON, which has no other."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+def once(values: list[int] | list[float] | list[str], what: str) -> None:
+    """Refuse what is asked for twice: one of two such cells would go under.
+
+    Raises:
+        ValueError: a value stands there twice.
+    """
+    if twice := next((value for value in values if values.count(value) > 1), None):  # type: ignore[arg-type]
+        raise ValueError(f"{what} {twice!r} stands there twice: name it once")
+
+
+class SystemSettings(Finite):
     """One system. ``streaming``, ``snapkv`` and ``quest`` are mode ``partial`` on that selector's views; ``self`` drafts with the target
     on a StreamingLLM view, as MagicDec does, and returns what a full verification confirms.
     """
@@ -68,6 +86,13 @@ class SystemSettings(Settings):
     )
     arguments: list[str] = Field([], description="more of SGLang's command line")
 
+    @field_validator("label")
+    @classmethod
+    def _label_can_be_read(cls, value: str | None) -> str | None:
+        if value is not None and not (value.strip() == value and value.isprintable() and 0 < len(value) <= LABEL):
+            raise ValueError(f"give 1 to {LABEL} printable characters, no space at either end")
+        return value
+
     @model_validator(mode="after")
     def _fits_the_system(self) -> "SystemSettings":
         allowed = COMMON | TAKES[self.system]
@@ -80,7 +105,7 @@ class SystemSettings(Settings):
         return self
 
 
-class TargetSettings(Settings):
+class TargetSettings(Finite):
     """The model that all systems serve."""
 
     path: str = Field(
@@ -98,7 +123,7 @@ class TargetSettings(Settings):
     arguments: list[str] = Field([], description="more of SGLang's command line, for every system")
 
 
-class HarnessSettings(Settings):
+class HarnessSettings(Finite):
     """What all three measurements take."""
 
     name: str = Field(description="of the record")
@@ -122,7 +147,7 @@ class HarnessSettings(Settings):
         return value
 
 
-class ForceSettings(Settings):
+class ForceSettings(Finite):
     """Forced acceptance: proves time only, the text is wrong."""
 
     accept_length: float = Field(4.0, ge=1, description="mean tokens a verification, bonus in")
@@ -131,7 +156,7 @@ class ForceSettings(Settings):
     )
 
 
-class LoadSettings(Settings):
+class LoadSettings(Finite):
     """Requests at given rates by ``sglang.bench_serving``, on prompts of random tokens."""
 
     rates: list[float] = Field(min_length=1, description="requests a second")
@@ -145,6 +170,7 @@ class LoadSettings(Settings):
     def _rates_are_positive(cls, value: list[float]) -> list[float]:
         if min(value) <= 0:
             raise ValueError("give rates above 0")
+        once(value, "rate")
         return value
 
 
@@ -168,6 +194,7 @@ class SpeedSettings(HarnessSettings):
     def _sizes_are_positive(cls, value: list[int]) -> list[int]:
         if not value or min(value) < 1:
             raise ValueError("give one size or more, each at least 1")
+        once(value, "size")
         return value
 
     @model_validator(mode="after")
@@ -189,7 +216,7 @@ class SpeedSettings(HarnessSettings):
         return self
 
 
-class TaskSettings(Settings):
+class TaskSettings(Finite):
     """One task."""
 
     name: str = Field(description="of longdraft.bench.tasks")
@@ -198,6 +225,14 @@ class TaskSettings(Settings):
     prompt_tokens: list[int] = Field([2048], min_length=1, description="lengths of prompts, a bucket each")
     new_tokens: int | None = Field(None, ge=2, description="of an answer at most; None: the task's own")
 
+    @field_validator("prompt_tokens")
+    @classmethod
+    def _buckets_differ(cls, value: list[int]) -> list[int]:
+        if min(value) < 1:
+            raise ValueError("give lengths of at least 1")
+        once([tokens_word(tokens) for tokens in value], "bucket")
+        return value
+
 
 class AskingSettings(HarnessSettings):
     """What is asked of tasks."""
@@ -205,6 +240,12 @@ class AskingSettings(HarnessSettings):
     tasks: list[TaskSettings] = Field(min_length=1, description="what is asked")
     data: Path | None = Field(None, description="folder of the tasks' files; generated tasks need none")
     batch: int = Field(4, ge=1, description="requests at once")
+
+    @field_validator("tasks")
+    @classmethod
+    def _tasks_differ(cls, value: list[TaskSettings]) -> list[TaskSettings]:
+        once([task.name for task in value], "task")
+        return value
 
 
 class AcceptanceSettings(AskingSettings):

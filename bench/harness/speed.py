@@ -25,6 +25,7 @@ from longdraft.bench.harness.settings import SpeedSettings
 from longdraft.bench.harness.systems.base import System
 from longdraft.bench.server import Server, generate, rounds
 from longdraft.bench.step_times import breakdown, read_lines
+from longdraft.errors import UserError
 
 SHORT = 8  # tokens of the short answer
 PHASES = {"sampling": "sample", "host gaps": "gap"}  # a clock's word -> a row's
@@ -70,6 +71,8 @@ def timed(
         with lines:
             long_s, replies = generate(server, prompts, SHORT + new_tokens, each)
         more = [b - a for a, b in zip(rounds(short), rounds(replies), strict=True)]
+        if min(more) < 1:
+            raise UserError(f"{new_tokens} more tokens took no more verifications: raise new_tokens")
         seconds.append(long_s - short_s)
         steps.append(max(rounds(replies)) - max(rounds(short)))
         rates.append(statistics.fmean(new_tokens / count for count in more))
@@ -109,6 +112,9 @@ class Speed(Experiment[SpeedSettings]):
             return random_prompts(len(self.place.tokenizer), context, max(own.batches), own.seed)
         return text_prompts(own.prompts, self.place.tokenizer, context, max(own.batches))
 
+    def compares(self, cell: Cell) -> bool:
+        return super().compares(cell) and cell.system.promised and "rate" not in cell.facts
+
     def measure(self, server: Server, cell: Cell) -> tuple[Rows, list[Answer]]:
         if "rate" in cell.facts:
             assert self.settings.load is not None
@@ -131,9 +137,12 @@ class Speed(Experiment[SpeedSettings]):
             return self.failed(cell, f"{own.new_tokens} more tokens took no more time: raise new_tokens"), answers
         more: dict[str, Any] = {**found.figures(), "prompts_sha256": digest(ids), "forced_accept": cell.system.forced}
         more |= lines.figures(batch, found.tokens_a_step) | ({"prefill_s": round(found.prefill_s, 3)} if fresh else {})
-        if own.force is not None:
-            return [self.row(cell, n=batch, **more)], []
-        why, told = self.judged(server, cell, ids, answers)
+        why, told = ("", {}) if own.force else self.judged(server, cell, ids, answers)
+        if cut := [len(r["output_ids"]) for r in found.replies if len(r["output_ids"]) != SHORT + own.new_tokens]:
+            why = (
+                why
+                or f"{len(cut)} of {batch} answers ended early (one after {cut[0]} of {SHORT + own.new_tokens} tokens)"
+            )
         return [self.row(cell, not why, why, batch, **more, **told)], answers
 
     def judged(

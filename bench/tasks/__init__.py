@@ -5,6 +5,7 @@
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ def load_task(name: str, folder: Path | None, count: int, seed: int, tokenizer: 
         if len(examples) == count:
             break
         if (example := spec.make(spec, record, cutter)) is not None:
+            if any(example.id == other.id for other in examples):  # answers go by ids
+                example = replace(example, id=f"{example.id} ({record.number})")
             examples.append(example)
     if not examples:
         longest = max(cutter.count(record.text("text")) for record in records)

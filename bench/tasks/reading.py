@@ -35,7 +35,7 @@ class Record:
                 value = self.fields[name]
                 if not isinstance(value, str):
                     raise UserError(f"{self.where}: {name}={shown(value)} is no text: give the data set's own file")
-                return value
+                return whole(value)
         raise UserError(f"{self.where} has no field {' or '.join(map(repr, names))}: give the data set's own file")
 
     def texts(self, name: str) -> tuple[str, ...]:
@@ -49,7 +49,12 @@ class Record:
             raise UserError(
                 f"{self.where}: {name}={shown(value)} is no list of texts: give the data set's own file"
             ) from None
-        return tuple(value)
+        return tuple(whole(text) for text in value)
+
+
+def whole(text: str) -> str:
+    """A text with question marks for halves of characters, which JSON may hold and no tokenizer takes."""
+    return text.encode(errors="replace").decode()
 
 
 def find_file(task: str, folder: Path | None, files: Sequence[str], fields: Sequence[str], source: str) -> Path:
@@ -74,7 +79,7 @@ def read_records(path: Path) -> list[Record]:
         UserError: the file cannot be read, is no JSON, holds no record or something that is none.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{str(path)!r} cannot be read ({error.strerror}): give a readable file") from None
     except UnicodeDecodeError:

@@ -1,9 +1,7 @@
 """The processes of a run, and the signals that stop it."""
 
-import ctypes
 import os
 import signal
-import sys
 from datetime import timedelta
 from types import FrameType
 
@@ -11,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from longdraft.errors import UserError
+from longdraft.processes import end_with_parent
 from longdraft.train.config import EngineSettings
 
 TIMEOUT = timedelta(hours=1)  # ranks wait for each other while one saves or evaluates a long prompt
@@ -28,7 +27,7 @@ class Group:
         if cuda:
             torch.cuda.set_device(self.device)
         if self.world > 1:
-            die_with_parent()
+            end_with_parent()  # torchrun killed hard would leave ranks that train on beside a resumed run
         if self.world > 1 and not dist.is_initialized():
             dist.init_process_group(
                 "nccl" if cuda else "gloo", timeout=TIMEOUT, device_id=self.device if cuda else None
@@ -77,13 +76,6 @@ class Group:
     def close(self) -> None:
         if dist.is_initialized():  # also with one rank, where an engine needed a group
             dist.destroy_process_group()
-
-
-def die_with_parent() -> None:
-    """Have Linux end this rank when torchrun dies: killed hard, it would leave ranks that train on beside a resumed run."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 class StopSignal:

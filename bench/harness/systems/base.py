@@ -1,6 +1,7 @@
 """What all systems answer: how their server starts, what their requests ask, and what they promise."""
 
 import json
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,6 +11,13 @@ from typing import Any, ClassVar
 
 from longdraft.bench.harness.place import Place
 from longdraft.bench.harness.settings import COMMON, PROMISED, TAKES, SystemSettings
+
+LONGEST = 150  # characters of a log's name
+
+
+def file_name(words: str) -> str:
+    """Words as a part of a file's name: of letters, digits and what no shell or folder reads otherwise."""
+    return re.sub(r"[^\w.,()+-]+", "-", words)
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,11 @@ class System(ABC):
         return self.kind
 
     @property
+    def file_name(self) -> str:
+        """Its label as a part of files' names."""
+        return file_name(self.label)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """What the file says of it, defaults in, folders by their names: for rows."""
         said = self.asked.model_dump(include=set(COMMON | TAKES[self.asked.system]) - {"label"})
@@ -103,10 +116,10 @@ class Serving:
 
     @property
     def name(self) -> str:
-        return "+".join(system.label.replace(" ", "-") for system in self.systems)
+        return "+".join(system.file_name for system in self.systems)
 
     def log(self, folder: Path) -> Path:
-        return folder / f"{self.name.replace('/', '-')}.log"
+        return folder / f"{self.name[:LONGEST]}.log"
 
 
 def servings(systems: Sequence[System], share: bool) -> list[Serving]:

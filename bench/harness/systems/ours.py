@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from longdraft.bench.harness.systems.base import Launch, System
-from longdraft.bench.harness.systems.sglang import tokens_word
+from longdraft.bench.lengths import tokens_word
 from longdraft.serve.settings import LOSSY
 
 VIEW, SET = 4096, 512  # tokens where a file gives no budget
@@ -55,7 +55,7 @@ class Ours(System):
         settings |= {"allow_lossy": True} if self.mode in LOSSY else {}
         settings |= self.place.shape_settings(self.draft_word, self.mode)
         if self.place.step_times:
-            settings["step_times"] = str(self.place.settings.logs / f"{self.label.replace(' ', '-')}.steps.jsonl")
+            settings["step_times"] = str(self.place.settings.logs / f"{self.file_name}.steps.jsonl")
         words = (
             *self.place.server_words(),
             "--speculative-algorithm",

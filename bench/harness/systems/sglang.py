@@ -1,6 +1,7 @@
 """SGLang's own systems: plain decoding, EAGLE-3 and n-grams."""
 
 from longdraft.bench.harness.systems.base import Launch, System
+from longdraft.bench.lengths import tokens_word
 
 
 class Stock(System):
@@ -59,10 +60,3 @@ class Ngram(Stock):
         given = {"steps"} & self.asked.model_fields_set
         more = ["--speculative-num-draft-tokens", str(self.asked.steps + 1)] if given else []
         return ["--speculative-algorithm", "NGRAM", *more]
-
-
-def tokens_word(tokens: int) -> str:
-    """``512``, ``2K``, ``8K`` (8,000 and 8,192 alike), ``32K``."""
-    if tokens < 1000:
-        return str(tokens)
-    return f"{round(tokens / (1024 if tokens % 1024 == 0 else 1000))}K"

@@ -20,7 +20,7 @@ from longdraft.bench.harness.place import Place
 from longdraft.bench.harness.settings import SpeedSettings, SystemSettings
 from longdraft.bench.harness.systems.base import servings
 from longdraft.bench.harness.systems.registry import KINDS, make_systems
-from longdraft.bench.harness.systems.sglang import tokens_word
+from longdraft.bench.lengths import lengths_in, tokens_word
 from longdraft.bench.record import command
 from longdraft.errors import UserError
 from longdraft.schema import load_settings
@@ -54,7 +54,7 @@ __all__ = ["target", "world"]
         ({"systems": [PLAIN, {"system": "full", "draft": "nowhere"}]}, "draft 'nowhere' is no folder"),
         ({"systems": [PLAIN, {"system": "full"}]}, "draft 'longspec' is shipped for smollm2 only"),
         ({"systems": [PLAIN, FULL, FULL]}, "two systems are 'full': give each a label of its own"),
-        ({"prompts": "nowhere.jsonl"}, "prompts='nowhere.jsonl' cannot be read"),
+        ({"prompts": "nowhere.jsonl"}, "prompts: 'nowhere.jsonl' cannot be read"),
     ],
 )
 def test_what_does_not_fit_is_one_line_and_status_2(
@@ -70,9 +70,9 @@ def test_documents_that_are_no_texts_are_named(tmp_path: Path, target: Path, wor
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "short"}\n{"words": 1}\n')
     path = str(write(tmp_path, target, prompts=str(texts)))
-    with pytest.raises(UserError, match=r"texts.jsonl:2 has no text: give a JSON object"):
+    with pytest.raises(UserError, match=r"texts.jsonl:2 has no field 'text': "):
         speed.main([path])
-    texts.write_text('{"text": "short"}\n')
+    texts.write_text('{"text": "short"}\n{"text": "one line, though\u2028not to all"}\n', encoding="utf-8-sig")
     with pytest.raises(UserError, match="has 0 documents of 50 tokens, 2 are needed"):
         speed.main([path])
 
@@ -134,10 +134,10 @@ def test_what_changed_is_measured_again(
     speed.main([str(write(tmp_path, target))])
     world.asked = []
     assert speed.main([str(write(tmp_path, target, systems=[PLAIN, FULL, {**EXACT, "budget": 256}]))]) == 0
-    assert (
-        set(world.asked) == {"exact"}
-        and "1 rows are of cells that the file no longer asks for" in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert set(world.asked) == {"exact"} and "1 rows are of cells that the file no longer asks for" in said
+    (dropped,) = [json.loads(line) for line in (tmp_path / "record.dropped.jsonl").read_text().splitlines()]
+    assert dropped["label"] == "exact 512" and dropped["tok_s"] and dropped["sitting"]["device"], "it is kept, aside"
     assert [row["label"] for row in record_of(tmp_path)["rows"]] == ["plain", "full", "exact 256"]
     world.asked = []
     speed.main([str(write(tmp_path, target, systems=[PLAIN, FULL], repeats=1))])
@@ -196,7 +196,9 @@ def test_systems_that_need_a_gpu_say_so(tmp_path: Path, target: Path, world: Wor
     assert whys == ["", "SGLang's ngram needs a GPU", "SGLang's eagle3 needs a GPU"] and world.started == ["plain"]
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"rows": [1]}', '{"name": "x", "rows": [], "sittings": []}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "[" * 100_000, '{"rows": [1]}', '{"name": "x", "rows": [], "sittings": []}']
+)
 def test_a_broken_record_is_one_line(
     text: str, tmp_path: Path, target: Path, world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -311,10 +313,16 @@ def test_an_answer_is_read_by_what_served_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "word"), [(512, "512"), (2048, "2K"), (4096, "4K"), (8000, "8K"), (7900, "8K"), (125_000, "125K")]
+    ("tokens", "word"),
+    [(512, "512"), (1536, "1.5K"), (2048, "2K"), (8000, "8K"), (7600, "7.6K"), (125_000, "125K")],
 )
 def test_sizes_in_words(tokens: int, word: str) -> None:
     assert tokens_word(tokens) == word
+    assert lengths_in(word)[0] == pytest.approx(tokens, rel=0.03)
+
+
+def test_what_names_no_length_has_none() -> None:
+    assert lengths_in("2K-8K") == [2048, 8192] and lengths_in("...") == lengths_in("chat K") == []
 
 
 def recipes() -> Iterator[Path]:

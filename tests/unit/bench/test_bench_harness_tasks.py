@@ -38,7 +38,7 @@ def test_accept_lengths_by_task_and_bucket(tmp_path: Path, target: Path, world: 
     record = record_of(tmp_path)
     rows = record["rows"]
     assert [(row["label"], row["bucket"]) for row in rows] == [
-        (label, bucket) for label in ("plain", "full", "partial 512") for bucket in ("900", "1K")
+        (label, bucket) for label in ("plain", "full", "partial 512") for bucket in ("900", "1.1K")
     ]
     plain, full, partial = rows[::2]
     assert plain["tau_micro"] == plain["tau_macro"] == 1 and plain["tau_micro_no_bonus"] == 0
