@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from longdraft.bench.report.rows import Acceptance, Excluded, Quality, Row, Speed, Steps, tokens_word
+from longdraft.bench.lengths import tokens_word
+from longdraft.bench.report.rows import Acceptance, Excluded, Quality, Row, Speed, Steps
 
 Adapted = tuple[list[Row], list[Excluded]]
 FULL_SPEED = re.compile(r"(?P<system>.+?)_(?P<what>tok_s|ms_step|tokens_a_step|prefill_s)_b(?P<batch>\d+)_c(?P<k>\d+)k")

@@ -18,6 +18,7 @@ from longdraft.bench.report.derive import (
     gains,
     mean_score,
     names_of,
+    short,
     speedups,
     steps_of,
     tradeoffs,
@@ -38,6 +39,8 @@ from longdraft.bench.report.rows import Acceptance, Load, Quality, Row, Speed, S
 
 A = TypeVar("A", Acceptance, Quality)
 ORDER = ("draft", "partial", "verify", "select", "sample", "keep", "gap")  # parts of a step that come first
+PANEL = 26  # characters over a panel
+ACROSS = 80  # characters of all panels' ticks that stand side by side
 BARS = 24  # of steps in one picture; more are a picture a batch
 PAPERS_CHOICE = (0.0046, 0.0075)  # Dustin, Appendix G: shares of full-cache attention
 INSIDE = 0.06  # share of the longest bar from which a part has its figure in it
@@ -122,6 +125,8 @@ def acceptance_picture(book: Book, rows: Sequence[Acceptance]) -> Picture:
     """τ against context, a panel for each task: with the bonus token, and thinner without."""
     finding, styles, buckets = findings.acceptance(rows), _numbers(rows), buckets_of(rows)
     tasks = list(dict.fromkeys(row.task for row in rows))
+    labels = [short(bucket, findings.BUCKET) for bucket in buckets]
+    crowded = min(len(tasks), 3) * len("  ".join(labels)) > ACROSS
 
     def paint(figure: Any) -> None:
         axes = panels_of(figure, len(tasks))
@@ -134,9 +139,9 @@ def acceptance_picture(book: Book, rows: Sequence[Acceptance]) -> Picture:
                     panel.plot(at, [row.tau_micro for row in own], label=name, **style(number))
                     thin = style(number) | {"linewidth": 0.6, "markersize": 3}
                     panel.plot(at, [row.tau_micro_no_bonus for row in own], **thin)
-            panel.set_xticks(range(len(buckets)), buckets)
+            panel.set_xticks(range(len(buckets)), labels, rotation=90 if crowded else 0)
             panel.set_xlim(-0.4, len(buckets) - 0.6)
-            panel.set_title(task)
+            panel.set_title(short(task, PANEL))
             panel.set_xlabel("context (tokens)")
         from_zero(axes, max(row.tau_micro for row in rows))
         axes[0].set_ylabel("accept length τ (tokens a\nverification; thin: no bonus)")
@@ -145,9 +150,8 @@ def acceptance_picture(book: Book, rows: Sequence[Acceptance]) -> Picture:
     caption = (
         f"Thick: with the bonus token; thin: without. Micro: all tokens over all verifications. {book.where(rows)}."
     )
-    return Picture(
-        "accept_length", finding, caption, height_for(len(tasks), [name for _, name in styles.values()], finding), paint
-    )
+    height = height_for(len(tasks), [name for _, name in styles.values()], finding, 3.2 if crowded else 2.5)
+    return Picture("accept_length", finding, caption, height, paint)
 
 
 def quality_picture(book: Book, scored: Sequence[Quality]) -> Picture:
@@ -172,7 +176,7 @@ def quality_picture(book: Book, scored: Sequence[Quality]) -> Picture:
             best = mean_score([row for row in whole if (row.task, row.metric) == (task, metric)], "score_reference")
             if best is not None:
                 panel.axhline(best, color="0.0", linewidth=0.6, label="whole cache, to references")
-            panel.set_title(f"{task} ({metric.replace('_', ' ')})")
+            panel.set_title(f"{short(task, PANEL)}\n({short(metric.replace('_', ' '), PANEL)})")
             lengths_axis(panel, [row.view_tokens or 1 for row in rows], "budget (cached tokens)")
             panel.set_ylim(0, 1.05)
         axes[0].set_ylabel("score (0 to 1), to the target's\nown output (thin: to references)")
@@ -222,10 +226,12 @@ def steps_picture(book: Book, found: Sequence[Steps], name: str) -> Picture:
     cases: dict[tuple[int, str], list[Steps]] = defaultdict(list)
     for step in found:
         cases[step.batch, step.context].append(step)
+    longest, names = max(step.step for step in found), names_of(found)
     bars = [
-        (f"{step.name}, {batch}\u00a0×\u00a0{context}", step) for (batch, context), own in cases.items() for step in own
+        (f"{names[step.name, step.source]}, {batch}\u00a0×\u00a0{context}", step)
+        for (batch, context), own in cases.items()
+        for step in own
     ]
-    longest = max(step.step for step in found)
 
     def paint(figure: Any) -> None:
         (panel,) = panels_of(figure, 1)

@@ -5,12 +5,15 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from longdraft.bench.lengths import lengths_in, tokens_word
 from longdraft.bench.report.reading import Book
-from longdraft.bench.report.rows import Acceptance, Quality, Row, Speed, Steps, tokens_word
+from longdraft.bench.report.rows import Acceptance, Quality, Row, Speed, Steps
 
 ATTENTION = re.compile(r"fa3_bf16_page1_b(\d+)_c(\d+)_r6_us")
 BASELINES = {"plain": "plain decoding", "eagle3": "SGLang's EAGLE-3"}
+LONGEST = 48  # characters of a name in a picture
 LOSSLESS = frozenset({"plain", "eagle3", "ngram", "full", "exact", "self"})  # whose tokens are the target's own
 
 
@@ -54,25 +57,31 @@ def gains(found: Sequence[Speedup]) -> list[Speedup]:
     return [each for each in found if each.row is not each.base]
 
 
+def short(words: str, most: int = LONGEST) -> str:
+    """Words of a record as pictures and sentences show them: printable, the middle left out of long ones."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in words).split())
+    line = line.lstrip("_ ") or "?"  # what begins so, legends of matplotlib leave out
+    return line if len(line) <= most else f"{line[: most - most // 3 - 1]}…{line[-(most // 3) :]}"
+
+
 def names_of(rows: Sequence[Row]) -> dict[tuple[str, str], str]:
     """A name for each label of each record: the label alone where no other record has it."""
     sources = defaultdict[str, dict[str, None]](dict)
     for row in rows:
         sources[row.name][row.source] = None
-    return {
-        (name, source): name if len(own) == 1 else f"{name} ({source})"
-        for name, own in sources.items()
-        for source in own
-    }
+    found: dict[tuple[str, str], str] = {}
+    for name, own in sources.items():
+        for source in own:
+            told = short(name) if len(own) == 1 else f"{short(name)} ({short(source)})"
+            found[name, source] = told if told not in found.values() else f"{told}, {len(found) + 1}"
+    return found
 
 
 def bucket_key(bucket: str) -> tuple[float, str]:
     """Buckets in the order of their lengths: ``<2K``, ``2K``, ``2K-8K``, ``>32K``; whatever says no length comes last."""
-    found = re.search(r"([\d.]+)\s*([KM]?)", bucket)
-    if found is None:
+    if not (found := lengths_in(bucket)):
         return math.inf, bucket
-    size = float(found[1]) * {"K": 1e3, "M": 1e6, "": 1.0}[found[2]]
-    return size + {"<": -0.5, ">": 0.5}.get(bucket[:1], 0.0), bucket
+    return found[0] + {"<": -0.5, ">": 0.5}.get(bucket[:1], 0.0), bucket
 
 
 def buckets_of(rows: Sequence[Acceptance | Quality]) -> list[str]:
@@ -98,7 +107,7 @@ def budget_curves(rows: Sequence[Quality]) -> dict[str, list[Quality]]:
     curves = defaultdict[str, list[Quality]](list)
     for row in rows:
         if row.view_tokens is not None:
-            curves[row.bare_name].append(row)
+            curves[short(row.bare_name)].append(row)
     return {name: sorted(own, key=lambda row: row.view_tokens or 0) for name, own in curves.items()}
 
 
@@ -134,7 +143,7 @@ def tradeoffs(book: Book) -> tuple[str, str, list[Tradeoff]]:
             own = quality.get((row.system, row.view_tokens), [])
             score = 1.0 if row.system in LOSSLESS else mean_score(own, "score_own")
             if score is not None:
-                point = Tradeoff(row.name, row.system, row.view_tokens, each.value, score)
+                point = Tradeoff(short(row.name), row.system, row.view_tokens, each.value, score)
                 cases[baseline, row.batch, row.context].setdefault(row.name, point)
     lossy = {key: [p for p in points.values() if p.system not in LOSSLESS] for key, points in cases.items()}
     if not any(lossy.values()):
@@ -170,10 +179,18 @@ class Cost:
     rows: tuple[Row, ...]
 
 
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
 def choosing(book: Book) -> list[Cost]:
     """Costs of the cases whose full-cache attention (FlashAttention-3, bf16, six rows) is in a record, small batches last."""
     records = {source.record["name"]: source for source in book.sources}
-    figures = {name: source.record.get("figures", {}) for name, source in records.items()}
+    figures = {
+        name: {key: value for key, value in source.record.get("figures", {}).items() if _is_time(value)}
+        for name, source in records.items()
+    }
+    layers = records["head_mass"].record.get("settings", {}).get("layers") if "head_mass" in records else None
     found = []
     for name, full in figures.get("prefix_attention", {}).items():
         if not (match := ATTENTION.fullmatch(name)):
@@ -183,11 +200,11 @@ def choosing(book: Book) -> list[Cost]:
             figures.get(n, {}).get(f"{what}_{case}_r5_us")
             for n, what in (("head_mass", "choice"), ("block_lse", "bound"))
         )
+        choice = choice if _is_time(layers) else None
         if choice is None and bound is None:
             continue
-        layers = records["head_mass"].record["settings"]["layers"] if choice is not None else 1
         used = tuple(
-            Row(system="kernels", source=records[n].path.stem)
+            Row(system="kernels", source=records[n].name)
             for n, value in (("prefix_attention", full), ("head_mass", choice), ("block_lse", bound))
             if value is not None
         )

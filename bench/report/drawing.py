@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longdraft.bench.report.rows import tokens_word
+from longdraft.bench.lengths import tokens_word
 
 DPI = 300
 WIDTH, LINE = 7.2, 88  # inches, and characters of a title's line in them at most
@@ -19,10 +19,12 @@ PLAIN = {
     "font.size": 9,
     "axes.titlesize": 9,
     "legend.fontsize": 8,
+    "text.parse_math": False,  # a dollar in a name is a dollar
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
 PANELS = 3  # in a row
+MADE_BY = "longdraft bench report"  # in every PNG, by which a later report knows an earlier one's
 APART = 1.2  # of two ticks on a logarithmic axis of lengths
 
 
@@ -58,8 +60,13 @@ def save(picture: Picture, path: Path) -> None:
     """Draw one picture into a PNG."""
     figure = draw(picture)
     part = path.with_name(f".{path.name}.part")
-    figure.savefig(part, dpi=DPI, format="png", metadata={"Software": None})
+    figure.savefig(part, dpi=DPI, format="png", metadata={"Software": None, "Source": MADE_BY})
     part.replace(path)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a PNG was drawn here."""
+    return MADE_BY.encode() in path.read_bytes()[:4096]
 
 
 def draw(picture: Picture) -> Any:
@@ -137,4 +144,4 @@ def height_for(panels: int, names: Sequence[str], title: str, each: float = 2.5)
 def from_zero(axes: Sequence[Any], highest: float) -> None:
     """One scale from 0 for panels that share it: set behind all of them, since it ends their scaling by themselves."""
     for panel in axes:
-        panel.set_ylim(0, 1.08 * highest)
+        panel.set_ylim(0, 1.08 * highest or 1)

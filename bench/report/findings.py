@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from longdraft.bench.lengths import tokens_word
 from longdraft.bench.report.derive import (
     BASELINES,
     LOSSLESS,
@@ -13,28 +14,34 @@ from longdraft.bench.report.derive import (
     front,
     gains,
     mean_score,
+    names_of,
+    short,
 )
-from longdraft.bench.report.rows import Acceptance, Load, Quality, Steps, tokens_word
+from longdraft.bench.report.rows import Acceptance, Load, Quality, Steps
 
+BUCKET = 12  # characters of a bucket in a picture
 FEWEST = 5  # answers of a row that a sentence is about
 
 
 def speed(baseline: str, found: Sequence[Speedup]) -> str:
     """Who is fastest, who is among the lossless, and how many cells lose; at least one beside the baseline is measured."""
     own, base = gains(found), BASELINES[baseline]
-    best = max(own, key=lambda each: each.value)
-    text = f"{best.row.name} decodes {best.value:.2f} times as fast as {base} at batch {best.row.case}"
+    best, names = max(own, key=lambda each: each.value), names_of([each.row for each in own])
+    named = [best]
+    text = f"{names[best.row.name, best.row.source]} decodes {best.value:.2f} times as fast as {base} at batch {best.row.case}"
     if best.value <= 1:
         text = f"nothing is faster than {base}: {text}"
     lossless = [each for each in own if each.row.system in LOSSLESS]
     if lossless and best.row.system not in LOSSLESS:
         second = max(lossless, key=lambda each: each.value)
+        named.append(second)
         text += (
-            f"; of those whose output is the target's own {second.row.name} is fastest, {second.value:.2f} times at batch "
+            f"; of those whose output is the target's own {names[second.row.name, second.row.source]} is fastest, {second.value:.2f} times at batch "
             f"{second.row.case}"
         )
-    if forced := sorted({each.row.forced_accept for each in own if each.row.forced_accept}):
-        text = f"at a forced accept length of {' and '.join(f'{length:g}' for length in forced)}, {text}"
+    if forced := sorted({each.row.forced_accept for each in named if each.row.forced_accept}):
+        some = "" if all(each.row.forced_accept for each in named) else "in part "
+        text = f"{some}at a forced accept length of {' and '.join(f'{length:g}' for length in forced)}, {text}"
     slower = sum(each.value < 1 for each in own)
     return f"{text}; {slower} of {len(own)} cells {'is' if slower == 1 else 'are'} slower" if slower else text
 
@@ -48,7 +55,7 @@ def acceptance(rows: Sequence[Acceptance]) -> str:
     last = max((row.bucket for row in rows), key=bucket_key)
     best = max((row for row in rows if row.bucket == last), key=lambda row: row.tau_micro)
     text = (
-        f"at {last} tokens {best.name} gains {best.tau_micro:.2f} tokens a verification on {best.task} "
+        f"at {short(last, BUCKET)} tokens {names_of(rows)[best.name, best.source]} gains {best.tau_micro:.2f} tokens a verification on {short(best.task)} "
         f"({best.tau_micro_no_bonus:.2f} without the bonus token; {best.n} answers)"
     )
     same = [row for row in rows if (row.name, row.task, row.source) == (best.name, best.task, best.source)]
@@ -57,26 +64,40 @@ def acceptance(rows: Sequence[Acceptance]) -> str:
         return text
     change = best.tau_micro - first.tau_micro
     word = "as many as" if abs(change) < 0.005 else f"{abs(change):.2f} {'more' if change > 0 else 'fewer'} than"
-    return f"{text}, {word} at {first.bucket}"
+    return f"{text}, {word} at {short(first.bucket, BUCKET)}"
 
 
 def quality(rows: Sequence[Quality]) -> str:
     """Which rule is closest to the target's own text at the smallest and at the largest budget that several have."""
-    curves = budget_curves(rows)
-    budgets = sorted({row.view_tokens or 0 for own in curves.values() for row in own})
+    curves = budget_curves([row for row in rows if row.score_own is not None])
+    scores = {budget: _comparable(curves, budget) for budget in sorted({row.view_tokens or 0 for row in rows})}
+    several = [budget for budget, own in scores.items() if len(own) > 1] or [b for b, own in scores.items() if own]
     told: list[str] = []
-    for budget in dict.fromkeys((budgets[0], budgets[-1])):
-        scores = {
-            name: score
-            for name, own in curves.items()
-            if (score := mean_score([r for r in own if r.view_tokens == budget], "score_own")) is not None
-        }
-        if scores:
-            best = max(scores, key=lambda name: scores[name])
-            other = f"; the worst of {len(scores)} has {min(scores.values()):.2f}" if len(scores) > 1 else ""
-            verb = "" if told else " is closest to the target's own output"
-            told.append(f"at {tokens_word(budget)} tokens {best}{verb} ({scores[best]:.2f}{other})")
+    for budget in dict.fromkeys(several[:1] + several[-1:]):
+        own = scores[budget]
+        best = max(own, key=lambda name: own[name])
+        if len(own) == 1:
+            told.append(
+                f"at {tokens_word(budget)} tokens {best} scores {own[best]:.2f} against the target's own output"
+            )
+            continue
+        verb = "" if told else " is closest to the target's own output"
+        told.append(
+            f"at {tokens_word(budget)} tokens {best}{verb} ({own[best]:.2f}; the worst of {len(own)} has {min(own.values()):.2f})"
+        )
     return ", ".join(told) if told else "no row says how close its text is to the target's own"
+
+
+def _comparable(curves: dict[str, list[Quality]], budget: int) -> dict[str, float]:
+    """Scores at a budget by name, each over the tasks and buckets of the records that all of these names have; empty without such."""
+    own = {name: found for name, rows in curves.items() if (found := [r for r in rows if r.view_tokens == budget])}
+    asked = [{(r.source, r.task, r.bucket, r.metric) for r in found} for found in own.values()]
+    common = set.intersection(*asked) if asked else set()
+    means = {
+        name: mean_score([r for r in found if (r.source, r.task, r.bucket, r.metric) in common], "score_own")
+        for name, found in own.items()
+    }
+    return {name: score for name, score in means.items() if score is not None}
 
 
 def pareto(case: str, baseline: str, points: Sequence[Tradeoff]) -> str:
@@ -91,11 +112,11 @@ def steps(found: Sequence[Steps]) -> str:
     """The slowest and the fastest step of the largest case, and their verification's share."""
     batch, context = max(((s.batch, s.context) for s in found), key=lambda key: (key[0], bucket_key(key[1])))
     case = [s for s in found if (s.batch, s.context) == (batch, context)]
-    told = []
+    told, names = [], names_of(found)
     slow, fast = max(case, key=lambda s: s.step), min(case, key=lambda s: s.step)
     for one in (slow, fast) if slow is not fast else (slow,):
         verified = one.phases.get("verify", 0.0) + one.phases.get("partial", 0.0)
-        told.append(f"{one.name} {one.step:.1f} ms, {verified / one.step:.0%} of it verification")
+        told.append(f"{names[one.name, one.source]} {one.step:.1f} ms, {verified / one.step:.0%} of it verification")
     return f"at {batch} × {context} a step takes {'; '.join(told)}"
 
 
@@ -109,9 +130,11 @@ def load(rows: Sequence[Load]) -> str:
     ]
     rate = max(common or rates)
     own = [row for row in rows if row.rate == rate]
+    names = names_of(rows)
     most, quick = max(own, key=lambda r: r.tok_s), min(own, key=lambda r: r.itl_p99_ms)
     return (
-        f"at {rate:g} requests a second {most.name} gives most tokens ({most.tok_s:,.0f} a second) and {quick.name} the shortest "
+        f"at {rate:g} requests a second {names[most.name, most.source]} gives most tokens ({most.tok_s:,.0f} a second) "
+        f"and {names[quick.name, quick.source]} the shortest "
         f"pauses (99 % within {quick.itl_p99_ms:.1f} ms)"
     )
 

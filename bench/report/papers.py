@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
+from longdraft.bench.lengths import tokens_word
 from longdraft.bench.report.derive import LOSSLESS, choosing, mean_score, speedups
 from longdraft.bench.report.reading import Book
-from longdraft.bench.report.rows import Acceptance, Quality, Row, Speed, tokens_word
+from longdraft.bench.report.rows import Acceptance, Quality, Row, Speed
 
 NOT_MEASURED, UNKNOWN = "not measured", "not in the text that we hold"
 NAMES = {  # columns of the papers, as tasks of ours
@@ -123,7 +124,7 @@ def _cells(
 
 
 def _specpv(book: Book, chosen: Callable[[str], bool]) -> Ours:
-    models = {source.path.stem: source.model for source in book.sources}
+    models = {source.name: source.model for source in book.sources}
 
     def wanted(row: Speed) -> bool:
         return row.batch == 1 and row.system in ("partial", *SPECULATIVE) and chosen(models.get(row.source, ""))
@@ -231,10 +232,11 @@ def dustin_3(book: Book) -> Ours:
 
 
 def _half(row: Quality) -> str:
-    lookahead = (row.settings.get("settings") or {}).get("sparse_lookahead")
+    server = row.settings.get("settings")
+    lookahead = server.get("sparse_lookahead") if isinstance(server, dict) else None
     if "history" in row.name or lookahead == 0:
         return "history alone (T)"
-    if "lookahead" in row.name or (lookahead is not None and lookahead >= 512 - 20):
+    if "lookahead" in row.name or (isinstance(lookahead, int) and lookahead >= 512 - 20):
         return "lookahead alone (D)"
     return "both (H)"
 

@@ -18,9 +18,10 @@ FACTS = ("context", "batch", "rate", "task", "bucket", "budget")  # what tells a
 
 @dataclass(frozen=True)
 class Source:
-    """Where a record was made, for the report's last table; ``used``: how many of its rows count."""
+    """Where a record was made, for the report's last table; ``name``: as rows call it; ``used``: how many of its rows count."""
 
     path: Path
+    name: str
     record: dict[str, Any]
     used: int
 
@@ -48,7 +49,7 @@ class Book:
     def about(self, rows: Iterable[Row]) -> list[Source]:
         """The records that rows came from."""
         names = {row.source for row in rows}
-        return [source for source in self.sources if source.path.stem in names]
+        return [source for source in self.sources if source.name in names]
 
     def where(self, rows: Iterable[Row]) -> str:
         """Models and devices of rows, for captions."""
@@ -80,22 +81,33 @@ def read_book(given: Sequence[Path]) -> Book:
         UserError: a file is missing, no JSON, no record, or a row of it holds what no row may.
     """
     book = Book()
-    for path in record_files(given):
+    files = record_files(given)
+    for path, source in zip(files, _sources(files), strict=True):
         record = read_record(path)
         before = len(book.rows)
-        rows = [_harness_row(path, number, row, book) for number, row in enumerate(_rows(record), 1)]
+        rows = [_harness_row(path, source, number, row, book) for number, row in enumerate(_rows(record), 1)]
         book.rows += [row for row in rows if row is not None]
         if adapt := ADAPTERS.get(record["name"]):
             try:
-                rows_found, excluded = adapt(record, path.stem)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                rows_found, excluded = adapt(record, source)
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 raise UserError(
                     f"{path} is a broken record of {record['name']!r} ({_line(error)}): measure anew"
                 ) from None
             book.rows += rows_found
             book.excluded += excluded
-        book.sources.append(Source(path, record, len(book.rows) - before))
+        book.sources.append(Source(path, source, record, len(book.rows) - before))
     return book
+
+
+def _sources(files: Sequence[Path]) -> list[str]:
+    """Names of records: the files', with their folders' where two are alike."""
+    stems = [path.stem for path in files]
+    found = [
+        stem if stems.count(stem) == 1 else f"{path.resolve().parent.name}/{stem}"
+        for path, stem in zip(files, stems, strict=True)
+    ]
+    return [name if found.count(name) == 1 else f"{name}, {number}" for number, name in enumerate(found, 1)]
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -108,11 +120,11 @@ def read_record(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): give a readable record") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON ({_line(error)}): the record is corrupted, measure anew") from None
     if not isinstance(record, dict) or not isinstance(record.get("name"), str):
         raise UserError(f"{path} is no record: it has no name; give files of longdraft bench")
-    for name, kind in (("settings", dict), ("figures", dict), ("rows", list)):
+    for name, kind in (("settings", dict), ("figures", dict), ("checks", dict), ("versions", dict), ("rows", list)):
         if not isinstance(record.get(name, kind()), kind):
             raise UserError(f"{path} is a corrupted record: {name}={shown(record[name])}; measure anew")
     return record
@@ -125,7 +137,7 @@ def _rows(record: dict[str, Any]) -> list[Any]:
     return rows if own else []
 
 
-def _harness_row(path: Path, number: int, row: Any, book: Book) -> Row | None:
+def _harness_row(path: Path, source: str, number: int, row: Any, book: Book) -> Row | None:
     where = f"{path}, row {number}"
     if not isinstance(row, dict) or not isinstance(row.get("ok"), bool) or not isinstance(row.get("system"), str):
         raise UserError(f"{where} is corrupted ({shown(row, 60)}): it says no system or not whether it is ok")
@@ -133,7 +145,7 @@ def _harness_row(path: Path, number: int, row: Any, book: Book) -> Row | None:
         facts = ", ".join(f"{name} {row[name]}" for name in FACTS if row.get(name) is not None)
         why = str(row.get("why") or "no reason given")
         name = str(row.get("label") or row["system"])
-        book.excluded.append(Excluded(source=path.stem, name=name, where=facts, why=why))
+        book.excluded.append(Excluded(source=source, name=name, where=facts, why=why))
         return None
     found = next((kind for kind, mark in KINDS.values() if mark in row), None)
     if found is None:
@@ -143,7 +155,7 @@ def _harness_row(path: Path, number: int, row: Any, book: Book) -> Row | None:
     if found is Acceptance and "tau_micro" not in row:
         return None  # plain decoding verifies nothing
     try:
-        return found.model_validate(row | {"source": path.stem})
+        return found.model_validate(row | {"source": source})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = ".".join(map(str, first["loc"]))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longdraft.bench.report.charts import pictures
-from longdraft.bench.report.drawing import save
+from longdraft.bench.report.drawing import is_ours, save
 from longdraft.bench.report.page import page
 from longdraft.bench.report.papers import tables as paper_tables
 from longdraft.bench.report.reading import Book, read_book
@@ -21,7 +21,7 @@ HTML = "report.html"
 
 
 def write_report(book: Book, folder: Path) -> list[Path]:
-    """Write ``report.html`` and a PNG for each picture.
+    """Write ``report.html`` and a PNG for each picture; pictures of an earlier report there that this one has not are removed.
 
     Returns:
         The files.
@@ -39,6 +39,9 @@ def write_report(book: Book, folder: Path) -> list[Path]:
         part = folder / f".{HTML}.part"
         part.write_text(page(book, drawn, tables(book), paper_tables(book)), encoding="utf-8")
         part.replace(folder / HTML)
+        for path in set(folder.glob("*.png")) - {path for _, path in drawn}:
+            if is_ours(path):  # of an earlier report, whose finding is no longer this one's
+                path.unlink()
     except OSError as error:
         raise UserError(f"--out {str(folder)!r} cannot be written ({error.strerror}): give another folder") from None
     return [folder / HTML, *(path for _, path in drawn)]

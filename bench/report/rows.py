@@ -4,15 +4,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-K = 1024
-
-
-def tokens_word(tokens: int) -> str:
-    """A length as tables say it: 32,000 and 32,768 are 32K, 500 is 500."""
-    if tokens < 1000:
-        return str(tokens)
-    unit = K if tokens % K == 0 else 1000
-    return f"{tokens / unit:.1f}K".replace(".0K", "K")
+from longdraft.bench.lengths import tokens_word
 
 
 class Row(BaseModel):
@@ -34,7 +26,7 @@ class Row(BaseModel):
     def view_tokens(self) -> int | None:
         """The system's budget."""
         found = self.settings.get("budget")
-        return found if isinstance(found, int) else None
+        return found if type(found) is int and found > 0 else None
 
     @property
     def bare_name(self) -> str:

@@ -4,11 +4,11 @@ import base64
 import json
 import re
 from html.parser import HTMLParser
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from picture_texts import faults
 from report_case import acceptance_rows, record, row, speed_rows, write_records
 
 from longdraft.bench.report.charts import pictures
@@ -77,44 +77,6 @@ def test_the_page_has_every_finding_every_row_and_what_is_left_out(written: Path
     assert "context 32768, batch 16" in text and "not measured" in text
     for tok_s, spread in ((759, 15.2), (6900, 138.0)):
         assert f"{tok_s:,.1f}" in text and f"± {spread:,.1f} (3 runs)" in text
-
-
-def texts(figure: Any) -> list[tuple[str, Any]]:
-    """All texts of a figure that are seen, with their boxes in pixels."""
-    from matplotlib.text import Text
-
-    figure.canvas.draw()
-    unseen = {label for axes in figure.axes for label in ticks_outside(axes)}
-    found = []
-    for artist in figure.findobj(Text):
-        if artist.get_visible() and artist.get_text().strip() and artist not in unseen:
-            box = artist.get_window_extent()
-            if box.width > 0:
-                found.append((artist.get_text(), box))
-    return found
-
-
-def ticks_outside(axes: Any) -> list[Any]:
-    """Labels of ticks that matplotlib keeps beyond an axis's ends, and does not draw."""
-    found = []
-    for axis in (axes.xaxis, axes.yaxis):
-        low, high = sorted(axis.get_view_interval())
-        ticks = [*axis.majorTicks, *axis.minorTicks]
-        found += [tick.label1 for tick in ticks if not low <= tick.get_loc() <= high]
-    return found
-
-
-def faults(picture: Picture) -> list[str]:
-    """Texts that overlap, or stand outside of the picture."""
-    figure = draw(picture)
-    found, page = texts(figure), figure.bbox
-    out = [text for text, box in found if box.x0 < -1 or box.y0 < -1 or box.x1 > page.x1 + 1 or box.y1 > page.y1 + 1]
-    crossed = [
-        f"{a!r} and {b!r}"
-        for (a, one), (b, two) in combinations(found, 2)
-        if min(one.x1, two.x1) - max(one.x0, two.x0) > 1 and min(one.y1, two.y1) - max(one.y0, two.y0) > 1
-    ]
-    return out + crossed
 
 
 def test_no_text_of_a_picture_overlaps_or_is_cut_off(folder: Path) -> None:
