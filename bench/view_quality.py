@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from longdraft.bench.record import make_record, write_record
+from longdraft.bench.tasks.metrics import rouge_scorer
 from longdraft.errors import UserError
 
 Score = Callable[[str, str], float]  # reference, text
@@ -21,9 +22,7 @@ Score = Callable[[str, str], float]  # reference, text
 
 def rouge_l() -> Score:
     """ROUGE-L's F1 with stemming, 0 to 100."""
-    from rouge_score.rouge_scorer import RougeScorer
-
-    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    scorer = rouge_scorer("en")
     return lambda reference, text: 100 * float(scorer.score(reference, text)["rougeL"].fmeasure)
 
 

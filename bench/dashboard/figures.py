@@ -1,8 +1,9 @@
 """Figures of serving: which there are in the rows of ``longdraft bench``'s records, and the lines that they make."""
 
-import re
 from collections.abc import Iterable
 from typing import Any
+
+from longdraft.bench.lengths import lengths_in
 
 CONTEXT, BUDGET = "serving/context_tokens", "serving/budget_tokens"
 Lines = dict[str, list[list[float]]]
@@ -21,8 +22,8 @@ def tokens_of(bucket: Any) -> float | None:
     """Tokens of a context: of a number, of "8K", or of a bucket's upper end; None: it says none."""
     if isinstance(bucket, int | float):
         return float(bucket)
-    found = re.findall(r"(\d+)(K?)", str(bucket))
-    return float(found[-1][0]) * (1024 if found[-1][1] else 1) if found else None
+    found = lengths_in(str(bucket))
+    return found[-1] if found else None
 
 
 def place(figure: str, row: dict[str, Any]) -> tuple[str, float] | None:

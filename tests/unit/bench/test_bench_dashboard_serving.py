@@ -87,7 +87,7 @@ def test_what_a_row_does_not_say_makes_no_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bucket", "tokens"), [("2K", 2048), ("<2K", 2048), ("2K-8K", 8192), (">32K", 32768), (3000, 3000), ("512", 512), ("all", None)]
+    ("bucket", "tokens"), [("2K", 2048), ("7.6K", 7.6 * 1024), ("<2K", 2048), ("2K-8K", 8192), (">32K", 32768), (3000, 3000), ("512", 512), ("all", None)]
 )  # fmt: skip
 def test_buckets_have_a_place_on_the_axis(bucket: Any, tokens: float | None) -> None:
     assert tokens_of(bucket) == tokens
