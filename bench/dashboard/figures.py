@@ -1,5 +1,6 @@
 """Figures of serving: which there are in the rows of ``longdraft bench``'s records, and the lines that they make."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,13 +43,19 @@ def place(figure: str, row: dict[str, Any]) -> tuple[str, float] | None:
 
 
 def lines_of(rows: Iterable[dict[str, Any]]) -> dict[str, Lines]:
-    """Points ``[x, value]`` by figure and line, in order of x; rows that fall on one point are averaged by their weight."""
+    """Points ``[x, value]`` by figure and line, in order of x; rows that fall on one point are averaged by their weight.
+
+    Raises:
+        ValueError: a figure, its weight or its place is no finite number. Damaged rows raise what reading them does.
+    """
     rows, found = list(rows), {}
     for figure, (_, key, weight) in FIGURES.items():
         sums: dict[tuple[str, float], tuple[float, float]] = {}
         for row in rows:
             if (where := place(figure, row)) is not None:
                 share = float(row[weight])
+                if not (share > 0 and math.isfinite(share) and math.isfinite(row[key]) and math.isfinite(where[1])):
+                    raise ValueError(f"{key}={row[key]}, {weight}={share} at {where[1]}")
                 total, whole = sums.get(where, (0.0, 0.0))
                 sums[where] = total + share * float(row[key]), whole + share
         lines: Lines = {}

@@ -25,13 +25,13 @@ def read_record(path: Path) -> dict[str, Any]:
     """
     try:
         record = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--record {str(path)!r} cannot be read ({error}): give a record of longdraft bench") from None
     rows = record.get("rows") if isinstance(record, dict) else None
     rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
     try:
         lines = lines_of(rows)
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"--record {str(path)!r} has a damaged row ({error!r}): make the record again") from None
     if not lines:
         raise UserError(
@@ -100,7 +100,7 @@ def rows_there(lines: dict[str, Lines]) -> Iterator[dict[str, float]]:
 
 def name_there(label: str) -> str:
     """A line's name in letters, digits and underscores."""
-    return re.sub(r"[^A-Za-z0-9]+", "_", label).strip("_")
+    return re.sub(r"[^A-Za-z0-9]+", "_", label).strip("_") or "unnamed"
 
 
 def send(

@@ -169,6 +169,10 @@ def test_the_workspace_draws_what_is_sent() -> None:
     [
         ([row(ok=False, why="x", tau_micro=2.0, bucket="2K")], "holds no row of acceptance, quality or speed"),
         ([row(tok_s=3.0, batch=1, repeats=1)], "has a damaged row"),
+        ([row(**{**SPEED[0], "tok_s": float("nan")})], "has a damaged row"),
+        ([row(**{**SPEED[0], "repeats": -1})], "has a damaged row"),
+        ([row(**{**SPEED[0], "settings": "none"})], "has a damaged row"),
+        ([row(**{**SPEED[0], "context": 10**400})], "has a damaged row"),
         ([], "holds no row"),
     ],
 )  # fmt: skip
@@ -182,7 +186,7 @@ def test_a_record_without_figures_is_one_line(
     assert not (run / SERVING).exists()
 
 
-@pytest.mark.parametrize("content", [None, "no json", "[1]", '{"rows": 3}', '{"rows": [3]}'])
+@pytest.mark.parametrize("content", [None, "no json", "[" * 100_000, "[1]", '{"rows": 3}', '{"rows": [3]}'])
 def test_a_file_that_is_no_record_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
 ) -> None:
