@@ -85,8 +85,9 @@ class Place:
         """
         from transformers import AutoTokenizer
 
+        folder = self.target
         try:
-            found = AutoTokenizer.from_pretrained(self.target)
+            found = AutoTokenizer.from_pretrained(folder)
         except Exception as error:  # of many kinds: what is wrong is in the folder
             why = " ".join(str(error).split())[:200]
             raise UserError(

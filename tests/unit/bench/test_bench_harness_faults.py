@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -76,6 +77,19 @@ def test_tasks_that_would_go_under(
     own = {"name": "x", "record": str(tmp_path / "r.json"), "target": {"path": str(target)}, "systems": [PLAIN]}
     path.write_text(yaml.safe_dump({**own, "tasks": tasks}))
     assert said in refused(["acceptance", str(path)], capsys)
+
+
+def test_a_target_without_a_tokenizer_that_serves(
+    tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text("{")
+    path = str(write(tmp_path, bare, prompts="library"))
+    assert "has no tokenizer that loads (" in refused(["speed", path], capsys)
+    slow = SimpleNamespace(is_fast=False)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda folder: slow)
+    assert "has a slow tokenizer: put a tokenizer.json into its folder" in refused(["speed", path], capsys)
 
 
 def test_a_label_names_no_folder(tmp_path: Path, target: Path, world: World) -> None:

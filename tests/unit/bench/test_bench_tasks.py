@@ -31,6 +31,13 @@ def records(name: str) -> list[dict[str, Any]]:
     return list(json.loads(text)) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
 
 
+def test_records_of_one_id_are_told_apart_and_halves_of_characters_are_marks(tmp_path: Path) -> None:
+    text = json.dumps({"id": "a", "text": "A report \ud83d of a year. " * 9, "summary": "Half \ud83d"})
+    (tmp_path / "govreport.jsonl").write_text(f"{text}\n{text}\n", encoding="utf-8-sig")
+    one, two = load_task("govreport", tmp_path, 2, 0, TOKENIZER, 2000).examples
+    assert one.id != two.id and "A report ? of" in one.text and one.references == ("Half ?",)
+
+
 @pytest.mark.parametrize("name", STORED)
 def test_a_data_set_is_read_in_its_own_fields(name: str) -> None:
     task = load(name)
