@@ -213,7 +213,7 @@ def pareto_picture(book: Book, case: str, baseline: str, points: Sequence[Tradeo
 
     caption = (
         "Right and up is better. Systems whose tokens are the target's own stand at 1. Speeds: "
-        f"{book.where(book.of(Speed))}.{forced_note(book.of(Speed))} Scores, over all tasks: {book.where(book.of(Quality))}."
+        f"{book.where(book.of(Speed))}.{forced_note(book.of(Speed))} Scores, over the tasks that all others have: {book.where(book.of(Quality))}."
     )
     return Picture("pareto", finding, caption, height_for(1, [p.name for p in points], finding, 3.2), paint)
 
@@ -256,7 +256,7 @@ def steps_picture(book: Book, found: Sequence[Steps], name: str) -> Picture:
         panel.set_xlabel("time of a scheduler step (ms), medians of its parts")
         legend(figure, [panel], 5)
 
-    caption = f"Behind each bar: the whole step, ms. {book.where(found)}."
+    caption = f"Behind each bar: the whole step, ms; steps of different systems give different numbers of tokens. {book.where(found)}."
     return Picture(name, finding, caption, 0.24 * len(bars) + 1.3 + 0.2 * finding.count("\n"), paint)
 
 

@@ -131,16 +131,26 @@ class Tradeoff:
 def tradeoffs(book: Book) -> tuple[str, str, list[Tradeoff]]:
     """The case (batch × context) in which most systems have a quality too, the largest of such; its baseline; its points.
 
-    Lossless systems need no quality rows: their text is the target's own, 1.
+    Lossless systems need no quality rows: their text is the target's own, 1. Others are scored on the tasks and buckets that all of
+    them have; without such there are no points.
     """
+    timed = {(row.system, row.view_tokens) for row in book.of(Speed)}
     quality = defaultdict[tuple[str, int | None], list[Quality]](list)
     for scored in book.of(Quality):
-        quality[scored.system, scored.view_tokens].append(scored)
+        if (
+            scored.system not in LOSSLESS
+            and scored.score_own is not None
+            and (scored.system, scored.view_tokens) in timed
+        ):
+            quality[scored.system, scored.view_tokens].append(scored)
+    asked = [{(row.task, row.bucket, row.metric) for row in rows} for rows in quality.values()]
+    common = set.intersection(*asked) if asked else set()
     cases = defaultdict[tuple[str, int, int], dict[str, Tradeoff]](dict)
     for baseline, found in speedups(book).items():
         for each in found:
             row = each.row
-            own = quality.get((row.system, row.view_tokens), [])
+            scored_rows = quality.get((row.system, row.view_tokens), [])
+            own = [each for each in scored_rows if (each.task, each.bucket, each.metric) in common]
             score = 1.0 if row.system in LOSSLESS else mean_score(own, "score_own")
             if score is not None:
                 point = Tradeoff(short(row.name), row.system, row.view_tokens, each.value, score)

@@ -10,7 +10,7 @@ from report_case import acceptance_rows, load_rows, quality_rows, record, row, s
 
 from longdraft import cli
 from longdraft.bench.report.charts import pictures
-from longdraft.bench.report.derive import names_of, short
+from longdraft.bench.report.derive import names_of, short, tradeoffs
 from longdraft.bench.report.drawing import draw
 from longdraft.bench.report.papers import tables as paper_tables
 from longdraft.bench.report.reading import Book, read_book
@@ -176,6 +176,14 @@ def test_forced_acceptance_is_said_of_what_was_forced(tmp_path: Path) -> None:
     free = [each for each in free if each["system"] != "sparse"]
     said = finding(book_of(tmp_path / "b", free, forced), "speedup_plain")
     assert said.startswith("in part at a forced accept length of 4, sparse 512 decodes")
+
+
+def test_the_front_is_of_tasks_that_all_have(tmp_path: Path) -> None:
+    hard = [each | {"task": "math", "score_own": 0.1} for each in quality_rows() if each["system"] == "sparse"]
+    points = {p.name: p.score for p in tradeoffs(book_of(tmp_path / "a", speed_rows(), [*quality_rows(), *hard]))[2]}
+    assert points["sparse 512"] == pytest.approx(0.63) and points["partial 4K"] == pytest.approx(0.93)
+    apart = [each for each in [*quality_rows(), *hard] if (each["system"] == "sparse") == (each["task"] == "math")]
+    assert tradeoffs(book_of(tmp_path / "b", speed_rows(), apart))[2] == []
 
 
 def test_systems_are_compared_on_the_tasks_that_all_have(tmp_path: Path) -> None:
