@@ -31,7 +31,7 @@ class Acceptance(Asking[AcceptanceSettings]):
             why = "plain decoding has no answers to compare with"
         elif told.get("identical") is False:
             why = "answers are not plain decoding's"
-        more = {"left_out": len(own) - len(kept), **told, **tau_figures(kept)}
+        more = {**self.lengths(cell), "left_out": len(own) - len(kept), **told, **tau_figures(kept)}
         return [self.row(cell, not why, why, len(kept), **more)], own
 
     def figures(self, rows: Rows) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """What acceptance and quality share: tasks' prompts as token ids, and every system's answers to them."""
 
+import statistics
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -88,6 +89,10 @@ class Asking(Experiment[A]):
             "new_tokens": asked.new_tokens,
             "batch": self.settings.batch,
         }
+
+    def lengths(self, cell: Cell) -> dict[str, Any]:
+        """How long a cell's prompts are: tasks that cut long documents ask short ones as they are, whatever the bucket says."""
+        return {"mean_prompt_tokens": round(statistics.fmean(len(ids) for _, ids in self.of_cell(cell).prompts), 1)}
 
     def answers(self, server: Server, cell: Cell) -> tuple[list[Answer], list[Answer] | None, dict[str, Any]]:
         """A cell's answers, plain decoding's (None where there are none), and whether they are equal where that is promised."""

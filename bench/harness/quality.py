@@ -37,7 +37,7 @@ class Quality(Asking[QualitySettings]):
         kept = [each for each in zip(task.examples, plain, own, strict=True) if each[0].id not in out]
         if not kept:
             return self.failed(cell, f"all {len(plain)} plain answers are empty or loop"), own
-        more: dict[str, Any] = dict(self.scores(task, kept))
+        more: dict[str, Any] = {**self.lengths(cell), **self.scores(task, kept)}
         why = "answers are not plain decoding's" if told.get("identical") is False else ""
         more |= {"metric": task.metric, "budget": getattr(cell.system, "budget", None), "left_out": len(out), **told}
         return [self.row(cell, not why, why, len(kept), **more)], own

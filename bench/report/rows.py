@@ -96,6 +96,7 @@ class Acceptance(Row):
     kind = "acceptance"
     task: str
     bucket: str
+    mean_prompt_tokens: NonNegativeFloat | None = None
     tau_micro: NonNegativeFloat
     tau_micro_no_bonus: NonNegativeFloat
     tau_macro: NonNegativeFloat | None = None
@@ -114,6 +115,7 @@ class Quality(Row):
     kind = "quality"
     task: str
     bucket: str = "all"
+    mean_prompt_tokens: NonNegativeFloat | None = None
     metric: str
     budget: PositiveInt | None = None
     score_reference: NonNegativeFloat | None = None

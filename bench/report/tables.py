@@ -94,14 +94,24 @@ def acceptance_table(book: Book) -> Table:
     names = names_of(rows)
     cells = [
         [
-            names[row.name, row.source], row.task, row.bucket, number(row.tau_micro), number(row.tau_micro_no_bonus),
+            names[row.name, row.source], row.task, row.bucket, number(row.mean_prompt_tokens, 0), number(row.tau_micro), number(row.tau_micro_no_bonus),
             number(row.tau_macro), number(row.tau_macro_no_bonus), NONE if row.tau_spread is None else f"± {row.tau_spread:.2f}",
             " ".join(f"{share:.2f}" for share in row.accept_by_position or []) or NONE, number(row.tau_full), number(row.confirmed_share),
             f"{row.n:,}", number(row.verifications, 0),
         ]
         for row in rows
     ]  # fmt: skip
-    head = ["system", "task", "context", "τ micro", "without bonus", "τ macro", "without bonus", "spread over answers"]
+    head = [
+        "system",
+        "task",
+        "context",
+        "mean prompt, tokens",
+        "τ micro",
+        "without bonus",
+        "τ macro",
+        "without bonus",
+        "spread over answers",
+    ]
     note = "Micro: all tokens over all verifications; macro: the mean over answers."
     return Table(
         "Accept length",
@@ -118,7 +128,7 @@ def quality_table(book: Book) -> Table:
     names = names_of(rows)
     cells = [
         [
-            names[row.name, row.source], row.task, row.bucket, row.metric.replace("_", " "),
+            names[row.name, row.source], row.task, row.bucket, row.metric.replace("_", " "), number(row.mean_prompt_tokens, 0),
             NONE if row.view_tokens is None else f"{row.view_tokens:,}", number(row.score_reference, 3), number(row.score_own, 3),
             number(row.exact_match_own, 3),
             *(NONE if spread is None else f"± {spread:.3f}" for spread in (row.spread, row.spread_own)), number(row.mean_new_tokens, 0), f"{row.n:,}",
@@ -130,6 +140,7 @@ def quality_table(book: Book) -> Table:
         "task",
         "context",
         "metric",
+        "mean prompt, tokens",
         "budget, tokens",
         "score against references",
         "score against the target's own output",

@@ -37,6 +37,7 @@ def test_accept_lengths_by_task_and_bucket(tmp_path: Path, target: Path, world: 
     assert acceptance.main([write(tmp_path, target)]) == 0
     record = record_of(tmp_path)
     rows = record["rows"]
+    assert all(row["prompt_tokens"] - 300 < row["mean_prompt_tokens"] <= row["prompt_tokens"] for row in rows)
     assert [(row["label"], row["bucket"]) for row in rows] == [
         (label, bucket) for label in ("plain", "full", "partial 512") for bucket in ("900", "1.1K")
     ]
