@@ -205,7 +205,7 @@ def pareto_picture(book: Book, case: str, baseline: str, points: Sequence[Tradeo
         panel.plot([p.speedup for p in best], [p.score for p in best], color="0.6", linewidth=0.8, zorder=1)
         for number, point in enumerate(points):
             panel.plot([point.speedup], [point.score], label=point.name, **(style(number) | {"linestyle": "none"}))
-        panel.set_xlabel(f"speed of decoding at {case}, times {BASELINES[baseline]}")
+        panel.set_xlabel(f"speed of decoding at batch {case}, times {BASELINES[baseline]}")
         panel.set_ylabel("score against the target's\nown output (0 to 1)")
         panel.set_ylim(0, 1.05)
         panel.set_xlim(left=0)

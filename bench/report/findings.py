@@ -105,7 +105,7 @@ def pareto(case: str, baseline: str, points: Sequence[Tradeoff]) -> str:
     told = [f"{p.name} ({p.speedup:.2f}\u00a0×, {p.score:.2f})" for p in front(points)]
     beaten = len(points) - len(told)
     behind = f"; the other {beaten} gain nothing over these" if beaten else ""
-    return f"at {case} the choice between speed and the target's own output is {', '.join(told)}{behind}"
+    return f"at batch {case} the choice between speed and the target's own output is {', '.join(told)}{behind}"
 
 
 def steps(found: Sequence[Steps]) -> str:
@@ -117,7 +117,7 @@ def steps(found: Sequence[Steps]) -> str:
     for one in (slow, fast) if slow is not fast else (slow,):
         verified = one.phases.get("verify", 0.0) + one.phases.get("partial", 0.0)
         told.append(f"{names[one.name, one.source]} {one.step:.1f} ms, {verified / one.step:.0%} of it verification")
-    return f"at {batch} × {context} a step takes {'; '.join(told)}"
+    return f"at batch {batch} × {context} a step takes {'; '.join(told)}"
 
 
 def load(rows: Sequence[Load]) -> str:

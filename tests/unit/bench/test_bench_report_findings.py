@@ -130,7 +130,7 @@ def test_steps_tell_the_slowest_and_the_fastest_of_the_largest_case(tmp_path: Pa
     )  # fmt: skip
     book = book_of(tmp_path, slow)
     assert finding(book, "steps") == (
-        "at 16 × 32K a step takes sparse 512 20.0 ms, 75% of it verification; partial 2K 10.2 ms, 75% of it verification"
+        "at batch 16 × 32K a step takes sparse 512 20.0 ms, 75% of it verification; partial 2K 10.2 ms, 75% of it verification"
     )
     assert max(step.step for step in steps_of(book)) == 20
 
