@@ -125,23 +125,24 @@ def trees_table() -> str:
 
 
 def recovery_table() -> str:
-    """Attention recovery of sets by what chooses them."""
-    figures = read("arr_longspec_h200")["figures"]
+    """Attention recovery of sets by what chooses them, with two recipes."""
+    records = [read("arr_longspec_all_layers_cpu"), read("arr_longspec_h200")]
     kinds = {
         "oracle": "oracle, one set for all layers",
-        "oracle_by_layer": "oracle, a set a layer",
         "recent": "the most recent tokens",
         "history_lag1": "history (T)",
         "lookahead": "lookahead (D)",
         "hybrid": "both (H)",
     }
     sizes = (128, 256, 512)
+    heads = [f"history of layer {r['settings']['target_layer']}: {k} tokens" for r in records for k in sizes]
     lines = [
-        "| attention recovery rate, mean of all layers | " + " | ".join(f"{k} tokens" for k in sizes) + " |",
-        "|---|---|---|---|",
+        "| attention recovery rate, mean of all layers | " + " | ".join(heads) + " |",
+        "|---|" + "---|" * len(heads),
     ]
     for key, label in kinds.items():
-        lines.append(f"| {label} | " + " | ".join(f"{figures[f'arr_{key}_k{k}']:.3f}" for k in sizes) + " |")
+        cells = [f"{record['figures'][f'arr_{key}_k{k}']:.3f}" for record in records for k in sizes]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
