@@ -79,12 +79,16 @@ def read_documents(
             continue
         ids = list(tokenizer(row["text"], verbose=False).input_ids)[: lengths[number % len(lengths)]]
         if ask:
-            text = f"{tokenizer.decode(ids)}\n\n{QUESTION}"
-            chat = [{"role": "user", "content": text}]
-            asked = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            ids = list(tokenizer(asked, add_special_tokens=False).input_ids)
+            ids = asked_to_summarise(tokenizer, ids)
         found.append({"id": row.get("id"), "ids": ids, "reference": row.get("summary")})
     return found
+
+
+def asked_to_summarise(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    """Tokens of a chat that asks for a summary of a text of tokens."""
+    chat = [{"role": "user", "content": f"{tokenizer.decode(ids)}\n\n{QUESTION}"}]
+    asked = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(asked, add_special_tokens=False).input_ids)
 
 
 def check_room(documents: Sequence[dict[str, Any]], target: str, new_tokens: int) -> None:
