@@ -152,7 +152,8 @@ def test_drafts_of_a_target_whose_head_is_quantised(kind: str, tmp_path: Path) -
         save_draft(draft, tmp_path / "draft", "tiny")
         args.speculative_draft_model_path = str(tmp_path / "draft")
     config = target.model.config
-    runner = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=config), dtype=torch.float32)
+    served = SimpleNamespace(hf_text_config=config, context_len=config.max_position_embeddings)
+    runner = SimpleNamespace(model_config=served, dtype=torch.float32)
     drafter = build_drafter(args, ServeSettings(), runner, weights)
     assert type(drafter) is {"longspec": LongSpecDrafter, "eagle3": Eagle3Drafter, "lookup": LookupDrafter}[kind]
     assert head.quant_method.calls == (1 if kind == "longspec" else 0)
