@@ -135,7 +135,11 @@ def recovery_table() -> str:
         "hybrid": "both (H)",
     }
     sizes = (128, 256, 512)
-    heads = [f"history of layer {r['settings']['target_layer']}: {k} tokens" for r in records for k in sizes]
+    named = [
+        f"layer {r['settings']['target_layer']}, {r['figures']['texts']} of {r['settings']['count']} reports"
+        for r in records
+    ]
+    heads = [f"{name}: {k} tokens" for name in named for k in sizes]
     lines = [
         "| attention recovery rate, mean of all layers | " + " | ".join(heads) + " |",
         "|---|" + "---|" * len(heads),

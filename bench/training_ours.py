@@ -22,12 +22,12 @@ from longdraft.draft_models.target import TargetSpec
 from longdraft.kernels.linear_cross_entropy import IGNORED
 from longdraft.train.config import (
     DataSettings,
-    EngineSettings,
     OptimSettings,
     TargetSettings,
     TrainSettings,
 )
 from longdraft.train.draft_settings import DraftSettings, TttSettings
+from longdraft.train.engine_settings import EngineSettings
 from longdraft.train.engines.base import Engine
 from longdraft.train.engines.group import Group
 from longdraft.train.engines.torch_engine import TorchEngine

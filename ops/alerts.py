@@ -3,7 +3,6 @@
 Writes Prometheus' alert rules for servers with --enable-metrics.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any
 import yaml
 
 from longdraft.ops.panels import theirs
+from longdraft.ops.written import write_made
 
 WINDOW = "10m"
 BY = "model_name, mode"
@@ -147,11 +147,7 @@ def text() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the file that is named on the command line."""
-    parser = argparse.ArgumentParser(prog="python -m longdraft.ops.alerts", description=(__doc__ or "").split("\n")[2])
-    parser.add_argument("file", nargs="?", type=Path, default=Path("ops/alerts.yaml"))
-    path: Path = parser.parse_args(argv).file
-    path.write_text(text())
-    return 0
+    return write_made(argv, "longdraft.ops.alerts", __doc__, Path("ops/alerts.yaml"), text)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Writes the dashboard of a server's metrics, for Grafana to import. Grafana's own SDK builds it from the types of the published schema.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from grafana_foundation_sdk.models.common import LegendDisplayMode, LegendPlacem
 from grafana_foundation_sdk.models.dashboard import DataSourceRef, VariableRefresh
 
 from longdraft.ops.panels import Panel, sections
+from longdraft.ops.written import write_made
 from longdraft.serve.metrics import SERIES
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${source}")
@@ -99,11 +99,7 @@ def text() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the file that is named on the command line."""
-    parser = argparse.ArgumentParser(prog="python -m longdraft.ops.grafana", description=(__doc__ or "").split("\n")[2])
-    parser.add_argument("file", nargs="?", type=Path, default=Path("ops/grafana.json"))
-    path: Path = parser.parse_args(argv).file
-    path.write_text(text())
-    return 0
+    return write_made(argv, "longdraft.ops.grafana", __doc__, Path("ops/grafana.json"), text)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ MODES: tuple[tuple[str, str, str, tuple[str, str] | None], ...] = (
     ("full", "the target's own", "the whole cache, once for τ tokens", ("full_mode_speed_h200", "longdraft")),
     ("exact", "the target's own", "views, then the whole cache once", ("modes_speed_h200", "longdraft_exact_steady")),
     ("partial", "approximate, repaired", "views; the whole cache every 20 tokens or so", ("modes_speed_h200", "longdraft_partial")),
-    ("sparse", "approximate", "one set of tokens, new every round", None),
+    ("sparse", "approximate", "one set of tokens, new every round", ("sparse_mode_speed_h200", "longdraft_sparse_recipe")),
 )  # fmt: skip
 
 

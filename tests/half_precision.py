@@ -5,8 +5,9 @@ from tiny import tiny_target
 
 from longdraft.draft_models.longspec import LongSpecDraft
 from longdraft.kernels.linear_cross_entropy import IGNORED
-from longdraft.train.config import DataSettings, EngineSettings, ObjectiveSettings, TargetSettings, TrainSettings
+from longdraft.train.config import DataSettings, ObjectiveSettings, TargetSettings, TrainSettings
 from longdraft.train.engine import Group, TorchEngine
+from longdraft.train.engine_settings import EngineSettings
 from longdraft.train.first_weights import build_draft
 from longdraft.train.methods.longspec import LongSpecMethod
 from longdraft.train.objective import longspec_loss

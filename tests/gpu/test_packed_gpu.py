@@ -12,8 +12,9 @@ from tiny import tiny_model
 from longdraft.kernels import packed_attention
 from longdraft.kernels.packed_attention import lagged_attention, packed_causal_attention
 from longdraft.kernels.varlen_flash import takes_flash
-from longdraft.train.config import DataSettings, EngineSettings, TargetSettings, TrainSettings
+from longdraft.train.config import DataSettings, TargetSettings, TrainSettings
 from longdraft.train.engine import Group, TorchEngine
+from longdraft.train.engine_settings import EngineSettings
 from longdraft.train.first_weights import build_draft
 from longdraft.train.methods.longspec import LongSpecMethod
 from longdraft.train.samples import Packed

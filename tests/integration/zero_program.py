@@ -12,7 +12,8 @@ import torch
 from tiny import tiny_model
 
 from longdraft.schema import load_settings
-from longdraft.train.config import EngineSettings, TrainSettings
+from longdraft.train.config import TrainSettings
+from longdraft.train.engine_settings import EngineSettings
 from longdraft.train.engines.group import Group
 from longdraft.train.long_draft import main
 from longdraft.train.loop import Run

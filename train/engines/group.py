@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from longdraft.errors import UserError
 from longdraft.processes import end_with_parent
-from longdraft.train.config import EngineSettings
+from longdraft.train.engine_settings import EngineSettings
 
 TIMEOUT = timedelta(hours=1)  # ranks wait for each other while one saves or evaluates a long prompt
 

@@ -242,28 +242,6 @@ def test_lookup_serves_targets_that_no_draft_could_read() -> None:
     check_server_args(arguments(SimpleNamespace(model_type="gemma2", rope_parameters=None)))
 
 
-def test_heads_that_do_not_divide_among_the_ranks_are_refused(tmp_path: Path) -> None:
-    """Of the target, and of a draft that has query heads of its own on the target's keys."""
-    target = tiny_target("llama", num_attention_heads=8, num_key_value_heads=2)
-    given: dict[str, Any] = {"config": target.model.config}
-    for size in (1, 2, 4, 8):
-        check_server_args(arguments(**given, tp_size=size))
-    assert re.match(
-        r"--tp-size 3 does not fit the target, .*: use one of 1, 2, 4, 8$", refused(arguments(**given, tp_size=3))
-    )
-    save_draft(tiny_draft(target, cross_group=1), tmp_path / "draft", "tiny")
-    given["speculative_draft_model_path"] = str(tmp_path / "draft")
-    check_server_args(arguments(**given, tp_size=2))
-    assert "--tp-size 4 does not fit the draft's cross-attention, which has 2 query heads" in refused(
-        arguments(**given, tp_size=4)
-    )
-
-
-def test_ranks_by_pipeline_or_with_batches_of_their_own_are_refused() -> None:
-    assert refused(arguments(pp_size=2)).startswith("--pp-size 2 does not work with LONGDRAFT (pipeline parallelism")
-    assert "ranks would draft different batches" in refused(arguments(tp_size=2, enable_dp_attention=True))
-
-
 def test_a_refusal_ends_the_launch_with_one_line_and_status_two(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         validate_server_args(arguments(pp_size=2))
@@ -311,17 +289,6 @@ def test_overlap_stays_on_where_rounds_need_no_host(
     assert args.disable_overlap_schedule is (reason is not None)
     assert bool(caplog.records) is bool(reason), "said where it was not asked for"
     assert (reason or "") in caplog.text
-
-
-def test_ranks_add_up_every_layer_before_a_draft_looks_at_it() -> None:
-    for size in (1, 2):
-        args = arguments(tp_size=size, flashinfer_allreduce_fusion_backend="auto")
-        args.enforce_disable_flashinfer_allreduce_fusion = False
-        LongDraftAlgorithm("LONGDRAFT", lambda server_args: object).handle_server_args(args)
-        fused = args.flashinfer_allreduce_fusion_backend, args.enforce_disable_flashinfer_allreduce_fusion
-        assert fused == (("auto", False) if size == 1 else (None, True))
-    names = {field.name for field in dataclasses.fields(ServerArgs)}
-    assert {"flashinfer_allreduce_fusion_backend", "enforce_disable_flashinfer_allreduce_fusion"} <= names
 
 
 def test_the_users_batch_size_stays() -> None:
